@@ -89,7 +89,9 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def NextBatch(self, request, context):
-        """Waits for the next groups in windowed first-in-first-out order.
+        """Waits for the next groups in windowed first-in-first-out order. Returns as soon as it has
+        num_groups of them, or has met void or dropped ones that the loop must replace, or after 20 s:
+        fewer groups, or none, are no error. All groups since the last OptimStep form the current batch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
