@@ -139,7 +139,9 @@ async def _start(context: Context[S], service: Service) -> bool:
     return await _unless_stopped(start(), context.stopping)
 
 
-async def _unless_stopped(work: "asyncio.Future[None] | asyncio.Task[None] | object", stopping: asyncio.Event) -> bool:
+async def _unless_stopped(
+    work: "asyncio.Future[None] | asyncio.Task[None] | object", stopping: asyncio.Event
+) -> bool:
     task = asyncio.ensure_future(work)  # type: ignore[arg-type]
     signal_task = asyncio.ensure_future(stopping.wait())
     await asyncio.wait({task, signal_task}, return_when=asyncio.FIRST_COMPLETED)

@@ -25,7 +25,14 @@ class Feeder:
     """
 
     def __init__(
-        self, bus: Bus, namespace: str, run_id: str, recipe: Recipe, rewards: Sequence[RewardSpec], *, published: int
+        self,
+        bus: Bus,
+        namespace: str,
+        run_id: str,
+        recipe: Recipe,
+        rewards: Sequence[RewardSpec],
+        *,
+        published: int,
     ) -> None:
         self._bus, self._namespace, self._run_id = bus, namespace, run_id
         self._recipe, self._rewards = recipe, rewards

@@ -53,7 +53,9 @@ class Recipe:
                 )
             yield item
             position += 1
-        raise ConfigError(f"{self.path}: `prompts` ended after {position}; it must go on for as long as it is asked")
+        raise ConfigError(
+            f"{self.path}: `prompts` ended after {position}; it must go on for as long as it is asked"
+        )
 
     def _all_prompts(self) -> Iterator[Any]:
         rng = random.Random(self.settings.seed)
@@ -82,7 +84,9 @@ def load_recipe(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:
         raise ConfigError(f"{path}: has no `settings = Settings(...)` from slipstream.recipe")
     prompts = getattr(module, "prompts", None)
     if not callable(prompts) and not (isinstance(prompts, Sequence) and prompts):
-        raise ConfigError(f"{path}: has no `prompts`: a function of a random.Random that yields Prompt, or a list of them")
+        raise ConfigError(
+            f"{path}: has no `prompts`: a function of a random.Random that yields Prompt, or a list of them"
+        )
     reward, rewards = getattr(module, "reward", None), tuple(getattr(module, "rewards", ()))
     if reward is None and not rewards:
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
@@ -13,7 +13,12 @@ from slipstream.recipe.advantages import group_advantages
 from slipstream.recipe.feeder import Feeder
 from slipstream.recipe.settings import Loss, Settings
 from slipstream.v1.common_pb2 import Version
-from slipstream.v1.train_pb2 import GROUP_OUTCOME_DROPPED, GROUP_OUTCOME_TRAINED, GROUP_OUTCOME_VOID, GroupRecord
+from slipstream.v1.train_pb2 import (
+    GROUP_OUTCOME_DROPPED,
+    GROUP_OUTCOME_TRAINED,
+    GROUP_OUTCOME_VOID,
+    GroupRecord,
+)
 from slipstream.v1.trainer_service_pb2 import (
     ForwardBackwardRequest,
     GroupSummary,
@@ -28,7 +33,7 @@ from slipstream.v1.trainer_service_pb2 import (
 )
 from slipstream.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
-_QUICK_S, _BATCH_S, _WORK_S = 30.0, 90.0, 3600.0
+_BATCH_S, _WORK_S = 90.0, 3600.0
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,13 @@ class Run:
     """One run, held by this process."""
 
     def __init__(
-        self, run_id: str, settings: Settings, opened: OpenRunResponse, feeder: Feeder, target: str, channel: Any
+        self,
+        run_id: str,
+        settings: Settings,
+        opened: OpenRunResponse,
+        feeder: Feeder,
+        trainer: tuple[str, Any],
+        on_step: Callable[[int, Version, Mapping[str, float]], None],
     ) -> None:
         self.id = run_id
         self.settings = settings
@@ -103,8 +114,9 @@ class Run:
         self.metrics: dict[str, float] = {}
         """Metrics of the step being made; `log` adds to them, `publish` records them."""
         self._session, self._feeder = opened.session_id, feeder
-        self._target, self._trainer = target, TrainerServiceStub(channel)
-        self._pending: list[GroupRecord] = []
+        self._target, self._trainer = trainer[0], TrainerServiceStub(trainer[1])
+        self._on_step = on_step
+        self._in_batch = 0
         self._step_began = time.monotonic()
         self._update_feeder()
 
@@ -115,6 +127,7 @@ class Run:
     async def next_batch(self, num_groups: int | None = None) -> Batch:
         """Waits for the next groups, replacing those that turn out void or too stale."""
         wanted = num_groups or self.settings.groups_per_step
+        self._update_feeder(wanted)
         groups: list[Group] = []
         wait_s, outcomes = 0.0, {GROUP_OUTCOME_VOID: 0, GROUP_OUTCOME_DROPPED: 0}
         while len(groups) < wanted:
@@ -123,7 +136,7 @@ class Run:
             wait_s += response.wait_s
             for summary in response.groups:
                 self._take(summary, groups, outcomes)
-            self._update_feeder(in_batch=len(groups))
+            self._update_feeder(wanted - len(groups))
         batch = Batch(groups, wait_s)
         self._log_batch(batch, outcomes)
         return batch
@@ -131,6 +144,7 @@ class Run:
     def _take(self, summary: GroupSummary, groups: list[Group], outcomes: dict[Any, int]) -> None:
         if summary.record.outcome == GROUP_OUTCOME_TRAINED:
             groups.append(Group(summary.record, list(summary.samples)))
+            self._in_batch += 1
             return
         outcomes[summary.record.outcome] += 1
         if summary.record.outcome == GROUP_OUTCOME_VOID:
@@ -161,7 +175,6 @@ class Run:
         if len(names) > 1:
             for name in names:
                 self.metrics[f"reward/{name}"] = fmean(s.parts[name] for s in samples if name in s.parts)
-        self.progress.trained += len(batch.groups)
 
     async def forward_backward(
         self, batch: Batch, advantages: Mapping[str, float], loss: Loss | None = None
@@ -194,6 +207,8 @@ class Run:
         metrics = await self._timed("optim", self._trainer.OptimStep, request)
         self.metrics["lr"] = rate
         self.step += 1
+        self.progress.trained += self._in_batch
+        self._in_batch = 0
         self._update_feeder()
         return metrics
 
@@ -206,25 +221,24 @@ class Run:
         self.version = response.version
         self.metrics.update({f"publish/{name}": value for name, value in response.metrics.items()})
         self.metrics["time/publish_s"] = time.monotonic() - began
-        self._on_step(dict(self.metrics))
+        self._on_step(self.step, self.version, dict(self.metrics))
         self.metrics, self._step_began = {}, time.monotonic()
         return dict(response.metrics)
 
     async def save(self) -> str:
         """Writes a checkpoint of everything; returns its name."""
-        self.progress.published = self._feeder.published
-        request = SaveRequest(session_id=self._session, recipe_state=self.progress.to_bytes())
+        request = SaveRequest(session_id=self._session, recipe_state=self._state())
         return str((await self._call(self._trainer.Save, request, _WORK_S)).name)
 
-    def _on_step(self, metrics: dict[str, float]) -> None:
-        """Called after each published step; the command line shows progress here."""
-
-    def _update_feeder(self, in_batch: int = 0) -> None:
-        # Groups of the batch in hand are trained only once the optimizer has stepped.
+    def _update_feeder(self, wanted: int = 0) -> None:
+        # Groups of the batch in hand count as outstanding until the optimizer has stepped.
         steps_left = self.settings.steps - self.step
-        needed = steps_left * self.settings.groups_per_step
-        done = self.progress.finished
-        self._feeder.update(finished=done, needed=needed)
+        needed = max(steps_left * self.settings.groups_per_step, self._in_batch + wanted)
+        self._feeder.update(finished=self.progress.finished, needed=needed)
+
+    def _state(self) -> bytes:
+        self.progress.published = self._feeder.published
+        return self.progress.to_bytes()
 
     async def _timed(self, name: str, method: Any, request: Any) -> dict[str, float]:
         began = time.monotonic()

@@ -84,4 +84,8 @@ class Settings(BaseModel):
 
     def learning_rate_at(self, step: int) -> float:
         """Learning rate of an optimizer step (from 1)."""
-        return self.learning_rate * min(1.0, step / self.warmup_steps) if self.warmup_steps else self.learning_rate
+        return (
+            self.learning_rate * min(1.0, step / self.warmup_steps)
+            if self.warmup_steps
+            else self.learning_rate
+        )

@@ -1,0 +1,152 @@
+"""`slipstream run RECIPE`."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from slipstream import logs
+from slipstream.bus import open_bus
+from slipstream.cli.progress import RunDisplay, summary_table
+from slipstream.clock import SystemClock
+from slipstream.errors import ConfigError
+from slipstream.local import LocalStack, StackOptions, client_environment, home_directory
+from slipstream.recipe.host import Host
+from slipstream.recipe.loader import Recipe, load_recipe
+from slipstream.recipe.run import Progress
+from slipstream.recipe.summary import summarize
+from slipstream.recipe.watch import RunWatch
+from slipstream.settings import CommonSettings, load
+from slipstream.v1.common_pb2 import Version
+from slipstream.v1.trainer_service_pb2 import OpenRunResponse
+
+_CAUGHT_UP_S = 60.0
+
+
+def run(
+    recipe: Annotated[Path, typer.Argument(help="Recipe file.")],
+    run_id: Annotated[str, typer.Option("--run", help="Name of the run; an existing one goes on.")] = "",
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of the recipe's.")] = None,
+    summary: Annotated[Path | None, typer.Option(help="Also write the summary to this file.")] = None,
+    up: Annotated[
+        bool, typer.Option("--up", help="Start the local stack for this run, and stop it after.")
+    ] = False,
+    model: Annotated[str, typer.Option(help="With --up: model name or directory.")] = "",
+    engine: Annotated[str, typer.Option(help="With --up: vllm or torch.")] = "",
+    port_base: Annotated[int | None, typer.Option(help="With --up: first of the ports to use.")] = None,
+) -> None:
+    """Runs a recipe on whatever is up, from its last checkpoint if it has one."""
+    logs.configure("slipstream", "WARNING")
+    loaded = load_recipe(recipe, {"steps": steps} if steps is not None else None)
+    name = run_id or loaded.name
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,99}", name):
+        raise ConfigError(
+            f"run name {name!r}: use 1 to 100 of a-z 0-9 . _ -, beginning with a letter or digit"
+        )
+    console = Console()
+    options = StackOptions(model=model, engine=engine, port_base=port_base) if up else None
+    code = asyncio.run(_interruptible(_main(loaded, name, options, summary, console), console))
+    raise typer.Exit(code)
+
+
+async def _interruptible(work: Any, console: Console) -> int:
+    """Turns SIGINT and SIGTERM into an orderly cancellation; says how to go on."""
+    task: asyncio.Task[int] = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    stopped: list[int] = []
+
+    def stop(number: int) -> None:
+        if not stopped:
+            console.print("\nstopping; the same command goes on from the last checkpoint")
+            task.cancel()
+        stopped.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return 128 + stopped[0] if stopped else 1
+
+
+async def _main(
+    recipe: Recipe, run_id: str, options: StackOptions | None, summary: Path | None, console: Console
+) -> int:
+    async with contextlib.AsyncExitStack() as stack:
+        if options is not None:
+            local = await stack.enter_async_context(LocalStack(options, console=console))
+            environment: dict[str, str] | None = local.environment
+        else:
+            environment = client_environment(home_directory())
+        page = (environment or {}).get("SLIPSTREAM_PAGE_URL")
+        common = load(CommonSettings, {**(environment or {}), **_own_settings(os.environ)})
+        if page:
+            console.print(f"page: [bold]{page}[/bold]")
+        return await _run(recipe, run_id, common, summary, console)
+
+
+def _own_settings(environ: Any) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name.startswith("SLIPSTREAM_")}
+
+
+async def _run(
+    recipe: Recipe, run_id: str, common: CommonSettings, summary: Path | None, console: Console
+) -> int:
+    clock, watch = SystemClock(), RunWatch(run_id)
+    display = RunDisplay(console, watch, recipe.settings.steps)
+    began_at: list[int] = []
+    version: list[Version] = []
+
+    def on_open(opened: OpenRunResponse) -> None:
+        began_at.append(opened.step)
+        version[:] = [opened.version]
+        display.opened(opened.step)
+        if opened.step:
+            console.print(f"run {run_id} goes on from step {opened.step}")
+
+    def on_step(step: int, published: Version, metrics: Any) -> None:
+        version[:] = [published]
+        display.stepped(step, metrics)
+
+    host = Host(recipe, run_id, common, clock, on_open, on_step)
+    began = clock.monotonic()
+    async with open_bus(common) as bus:
+        following = asyncio.create_task(watch.follow(bus, common.namespace))
+        try:
+            with display:
+                progress: Progress = await host.run()
+                wall_s = clock.monotonic() - began
+                caught_up = await watch.caught_up(version[0], recipe.settings.steps, _CAUGHT_UP_S)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+    if not caught_up:
+        console.print(
+            f"[yellow]not every replica reached the last version within {_CAUGHT_UP_S:.0f} s[/yellow]"
+        )
+    result = summarize(
+        run_id,
+        watch.steps,
+        watch.replicas,
+        published=progress.published,
+        wall_s=wall_s,
+        resumed_from=began_at[0],
+    )
+    console.print(summary_table(result))
+    for path in _summary_paths(run_id, summary):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=2) + "\n")
+        console.print(f"written: {path}")
+    return 0
+
+
+def _summary_paths(run_id: str, extra: Path | None) -> list[Path]:
+    own = home_directory() / "runs" / run_id / "summary.json"
+    return [own] if extra is None else [own, extra]
