@@ -15,9 +15,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from slipstream.weights.manifest import version_str
 
 from slipstream.recipe.watch import RunWatch
-from slipstream.weights.manifest import version_str
 
 
 def human_bytes(count: float) -> str:

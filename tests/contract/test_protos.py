@@ -1,5 +1,6 @@
 """The wire contract: generated code is current, and bytes written yesterday can be read today."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,17 +11,21 @@ from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor
 
 from slipstream import topics
-from slipstream.v1 import common_pb2, reward_pb2, rollout_pb2, train_pb2, weights_pb2
 from slipstream.v1 import (
+    common_pb2,
     monitor_service_pb2,
+    reward_pb2,
     reward_service_pb2,
+    rollout_pb2,
     rollout_service_pb2,
+    train_pb2,
     trainer_service_pb2,
     weight_sync_service_pb2,
+    weights_pb2,
 )
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parent / "golden.json"
 MODULES = (
     common_pb2,
     rollout_pb2,
@@ -76,10 +81,10 @@ def scalar(field: FieldDescriptor) -> Any:
 
 @pytest.mark.parametrize("cls", MESSAGES, ids=lambda cls: cls.DESCRIPTOR.name)
 def test_golden_bytes_of_every_message_still_parse(cls: Any) -> None:
-    name = cls.DESCRIPTOR.name
-    data, text = (GOLDEN / f"{name}.bin").read_bytes(), (GOLDEN / f"{name}.json").read_text()
+    golden = json.loads(GOLDEN.read_text())[cls.DESCRIPTOR.name]
+    data = bytes.fromhex(golden["bytes"])
     message = cls.FromString(data)
-    assert json_format.MessageToDict(message) == json_format.MessageToDict(json_format.Parse(text, cls()))
+    assert json_format.MessageToDict(message) == golden["message"]
     assert message.SerializeToString(deterministic=True) == data
 
 
@@ -114,14 +119,13 @@ def test_siblings_share_a_key_at_every_stage() -> None:
 
 
 def write_golden() -> None:
-    """Adds golden files for messages that have none: `python -m tests.contract.test_protos`."""
-    GOLDEN.mkdir(exist_ok=True)
+    """Adds messages that have no golden bytes yet: `python -m tests.contract.test_protos`."""
+    golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
     for cls in MESSAGES:
-        path = GOLDEN / f"{cls.DESCRIPTOR.name}.bin"
-        if not path.exists():
-            message = filled(cls)
-            path.write_bytes(message.SerializeToString(deterministic=True))
-            path.with_suffix(".json").write_text(json_format.MessageToJson(message) + "\n")
+        message = filled(cls)
+        data = message.SerializeToString(deterministic=True).hex()
+        golden.setdefault(cls.DESCRIPTOR.name, {"bytes": data, "message": json_format.MessageToDict(message)})
+    GOLDEN.write_text(json.dumps(golden, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":
