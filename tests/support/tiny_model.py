@@ -17,12 +17,12 @@ _CHAT_TEMPLATE = (
 def make_tiny_model(
     directory: Path, seed: int = 0, *, tied: bool = True, layers: int = 2, hidden: int = 64
 ) -> Path:
-    """Writes a random Llama in bf16 (about 200 k parameters by default) with a tokenizer of one token a character.
+    """Writes a random Llama in bf16 (about 100 k parameters) with a tokenizer of one token a character.
 
     `AutoModelForCausalLM`, `AutoTokenizer` and vLLM (CPU: heads of 32) load the directory, which is returned.
 
     Args:
-        tied: whether the output head shares the embedding, as in SmolLM2; the file then holds no `lm_head.weight`.
+        tied: whether the output head shares the embedding, as in SmolLM2; then no `lm_head.weight` is stored.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
