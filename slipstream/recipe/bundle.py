@@ -43,5 +43,5 @@ def _modules(directory: Path) -> Iterator[Path]:
     for path in directory.iterdir():
         if path.suffix == ".py" and path.is_file():
             yield path
-        elif path.is_dir() and (path / "__init__.py").is_file():
+        elif path.is_dir() and not path.is_symlink() and (path / "__init__.py").is_file():
             yield from _modules(path)

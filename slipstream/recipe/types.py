@@ -51,15 +51,10 @@ class Completion:
 
 
 def _turn(message: Mapping[str, str]) -> str:
-    try:
-        role, content = message["role"], message["content"]
-    except (TypeError, KeyError):
-        role = content = None
-    if not isinstance(role, str) or not isinstance(content, str) or len(message) != 2:
-        raise ConfigError(
-            f'a chat turn is {{"role": "user", "content": "..."}} with two strings; found {message!r:.200}'
-        )
-    return f"{role}: {content}"
+    if isinstance(message, Mapping) and message.keys() == {"role", "content"}:
+        if all(isinstance(value, str) for value in message.values()):
+            return f"{message['role']}: {message['content']}"
+    raise ConfigError(f'a chat turn is {{"role": "user", "content": "..."}}; found {message!r:.200}')
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> None:
