@@ -1,6 +1,7 @@
 """Objects as files under one directory, for a single machine without an S3 server."""
 
 import asyncio
+import contextlib
 import errno
 import os
 import tempfile
@@ -13,7 +14,7 @@ from typing_extensions import Buffer
 from slipstream.errors import ConfigError, ConflictError, NotFoundError, RetryableError, StoreFullError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG)
 _TEMPORARY = ".new-"
 
 T = TypeVar("T")
@@ -65,21 +66,12 @@ class DirectoryStore:
             return None
 
     async def list(self, prefix: str) -> AsyncIterator[str]:
-        for key in await self._run(lambda: self._keys(prefix)):
+        for key in await self._run(lambda: _keys(self._root, prefix)):
             yield key
 
-    def _keys(self, prefix: str) -> list[str]:
-        start = self._root / prefix.rpartition("/")[0]
-        keys = (
-            (Path(folder) / name).relative_to(self._root).as_posix()
-            for folder, _, names in os.walk(start)
-            for name in names
-            if not name.startswith(_TEMPORARY)
-        )
-        return sorted(key for key in keys if key.startswith(prefix))
-
     async def delete(self, key: str) -> None:
-        await self._run(lambda: self._path(key).unlink(missing_ok=True))
+        with contextlib.suppress(NotFoundError):
+            await self._run(self._path(key).unlink)
 
     async def ping(self) -> None:
         await self._run(self._require_root)
@@ -115,6 +107,16 @@ class DirectoryStore:
         if error.errno in _REFUSED:
             return ConfigError(f"the object store cannot be used: {text}")
         return RetryableError(text)
+
+
+def _keys(root: Path, prefix: str) -> list[str]:
+    keys = (
+        (Path(folder) / name).relative_to(root).as_posix()
+        for folder, _, names in os.walk(root / prefix.rpartition("/")[0])
+        for name in names
+        if not name.startswith(_TEMPORARY)
+    )
+    return sorted(key for key in keys if key.startswith(prefix))
 
 
 def _sync_directory(path: Path) -> None:

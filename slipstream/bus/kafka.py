@@ -23,6 +23,7 @@ from aiokafka.conn import create_conn
 
 from slipstream.bus.base import NewTopic, Record, TopicPartition
 from slipstream.bus.outage import Outage, pauses
+from slipstream.bus.spans import beginnings, check_span
 from slipstream.clock import Clock, SystemClock
 from slipstream.errors import ConfigError, IntegrityError, RetryableError, SlipstreamError
 from slipstream.settings import CommonSettings
@@ -180,7 +181,7 @@ class KafkaBus:
     ) -> "_Consumer":
         await self.require(topics)
         spans = await self._wait_out(lambda: self.topic_offsets(topics))
-        begin = _beginnings(spans, offsets)
+        begin = beginnings(spans, offsets)
         return self._keep(_AssignedConsumer(self, topics, begin))
 
     def _keep(self, consumer: "_Consumer") -> "_Consumer":
@@ -317,37 +318,6 @@ def _connection(settings: CommonSettings) -> dict[str, Any]:
         options["sasl_plain_username"] = settings.kafka_username
         options["sasl_plain_password"] = settings.kafka_password.get_secret_value()
     return options
-
-
-def _beginnings(
-    spans: Mapping[TopicPartition, tuple[int, int]], offsets: Mapping[TopicPartition, int] | str
-) -> dict[TopicPartition, int]:
-    if isinstance(offsets, str):
-        if offsets not in ("earliest", "latest"):
-            raise ConfigError(f"offsets is {offsets!r}; expected a mapping, 'earliest' or 'latest'")
-        return {tp: span[offsets == "latest"] for tp, span in spans.items()}
-    begin = {tp: offsets.get(tp, first) for tp, (first, _) in spans.items()}
-    for tp, offset in begin.items():
-        check_span(tp, offset, spans[tp])
-    return begin
-
-
-def check_span(tp: TopicPartition, offset: int, span: tuple[int, int]) -> None:
-    """Checks that reading can go on at an offset.
-
-    Raises:
-        IntegrityError: records from there on were deleted, or the log is shorter than it was.
-    """
-    first, end = span
-    if offset < first:
-        raise IntegrityError(
-            f"{tp.topic}, partition {tp.partition}: records {offset} to {first - 1} are gone (retention); "
-            f"the log begins at {first}"
-        )
-    if offset > end:
-        raise IntegrityError(
-            f"{tp.topic}, partition {tp.partition}: offset {offset} is past the end, {end}; was it deleted?"
-        )
 
 
 class _Link:
