@@ -146,8 +146,7 @@ class MonitorState:
             case VersionAnnounced():
                 self._version(message, time_ms)
             case Alert():
-                if run := self._run(message.run_id, time_ms, 0):
-                    run.alerts.append((time_ms, message))
+                self._alert(message, time_ms)
             case _:
                 raise PoisonMessageError(f"the monitor does not read {type(message).__name__}")
 
@@ -173,7 +172,7 @@ class MonitorState:
             )
         if epoch > run.epoch:
             run.epoch, run.opened_ms = epoch, time_ms
-        elif epoch and epoch == run.epoch:
+        elif epoch == run.epoch:
             run.opened_ms = min(run.opened_ms, time_ms)
         run.last_ms = max(run.last_ms, time_ms)
         return run
@@ -214,6 +213,11 @@ class MonitorState:
         run = self._run(message.run_id, time_ms, message.version.epoch)
         if run and (run.head is None or _order(message.version) > _order(run.head.version)):
             run.head = message
+
+    def _alert(self, alert: Alert, time_ms: int) -> None:
+        run = self._run(alert.run_id, time_ms, 0)
+        if run and (time_ms, alert) not in run.alerts and (not run.alerts or time_ms >= run.alerts[-1][0]):
+            run.alerts.append((time_ms, alert))
 
     def _replica(self, status: ReplicaStatus, time_ms: int) -> None:
         if not status.replica_id:

@@ -19,7 +19,7 @@ export const CHARTS = [
     },
   },
   {
-    id: "lag", title: "Policy lag", unit: "steps", format: trimmed, zero: true,
+    id: "lag", title: "Policy lag", unit: "steps", format: (v) => trimmed(v, 2), zero: true,
     series: (model) => [
       { label: "max", color: 1, values: column("lag_max")(model), step: true },
       { label: "mean", color: 0, values: column("lag_mean")(model), width: 2 },

@@ -11,9 +11,9 @@ export function fixed(value, digits) {
   return missing(value) ? DASH : value.toFixed(digits);
 }
 
-// Without the zeros at the end: 2, 0.25.
-export function trimmed(value) {
-  return missing(value) ? DASH : Number(value.toFixed(3)).toLocaleString("en-US");
+// Without zeros at the end: 2, 0.25.
+export function trimmed(value, digits = 3) {
+  return missing(value) ? DASH : Number(value.toFixed(digits)).toLocaleString("en-US");
 }
 
 export function percent(value) {
