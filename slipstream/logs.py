@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
-_QUIET = ("aiokafka", "kafka", "grpc", "urllib3", "uvicorn", "httpx", "asyncio", "opentelemetry")
+_QUIET = ("grpc", "uvicorn", "httpx", "asyncio", "opentelemetry")
 
 
 class JsonFormatter(logging.Formatter):
@@ -53,3 +53,7 @@ def configure(service: str, level: str = "INFO", format: str = "text") -> None:
     root.setLevel(level)
     for name in _QUIET:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level)))
+    # These repeat what is wrong up to ten times a second; slipstream.bus says it once, and slipstream.blobs
+    # raises it.
+    for name in ("aiokafka", "urllib3"):
+        logging.getLogger(name).setLevel(logging.INFO if level == "DEBUG" else logging.CRITICAL)

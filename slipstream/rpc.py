@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from slipstream import errors
+from slipstream import errors, rpc_telemetry
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
@@ -118,13 +118,17 @@ def make_server() -> grpc.aio.Server:
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.so_reuseport", 0),
     ]
-    return grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
+    return grpc.aio.server(
+        interceptors=[*rpc_telemetry.server_interceptors(), ErrorInterceptor()], options=options
+    )
 
 
 def make_channel(target: str) -> grpc.aio.Channel:
     """A channel with our limits and keepalive, spreading calls over all addresses of the target."""
     return grpc.aio.insecure_channel(
-        target, options=[*_LIMITS, *_KEEPALIVE, ("grpc.service_config", _SERVICE_CONFIG)]
+        target,
+        options=[*_LIMITS, *_KEEPALIVE, ("grpc.service_config", _SERVICE_CONFIG)],
+        interceptors=rpc_telemetry.client_interceptors(),
     )
 
 
