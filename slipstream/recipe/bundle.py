@@ -14,7 +14,7 @@ _DATE = (1980, 1, 1, 0, 0, 0)
 
 
 def bundle(recipe_path: Path) -> bytes:
-    """Zip of a recipe, of the modules beside it and of the packages beside it (directories with `__init__.py`).
+    """Zip of a recipe, and of the modules and packages (directories with `__init__.py`) beside it.
 
     Raises:
         ConfigError: the recipe is missing, its name cannot be imported, or the zip exceeds MAX_BUNDLE_BYTES.

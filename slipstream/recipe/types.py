@@ -17,7 +17,7 @@ class Prompt:
     """
 
     messages: Sequence[Mapping[str, str]] = ()
-    """Chat turns, oldest first: `{"role": "user", "content": "..."}`. The model's chat template is applied."""
+    """Chat turns, oldest first: `{"role": "user", "content": "..."}`; the model's template is applied."""
     text: str = ""
     """Text as it stands, no template applied. Of a chat, the turns as `role: content` lines."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -51,10 +51,10 @@ class Completion:
 
 
 def _turn(message: Mapping[str, str]) -> str:
-    if isinstance(message, Mapping) and message.keys() == {"role", "content"}:
-        if all(isinstance(value, str) for value in message.values()):
-            return f"{message['role']}: {message['content']}"
-    raise ConfigError(f'a chat turn is {{"role": "user", "content": "..."}}; found {message!r:.200}')
+    keys = message.keys() if isinstance(message, Mapping) else set()
+    if keys != {"role", "content"} or not all(isinstance(value, str) for value in message.values()):
+        raise ConfigError(f'a chat turn is {{"role": "user", "content": "..."}}; found {message!r:.200}')
+    return f"{message['role']}: {message['content']}"
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> None:

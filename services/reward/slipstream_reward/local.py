@@ -1,9 +1,7 @@
 """Rewards in Python: fetches a recipe's bundle and calls its function in the pool."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable
 from pathlib import Path
-from typing import Any
 
 from slipstream.blobs import BlobStore, get_blob
 from slipstream.errors import IntegrityError, NotFoundError
@@ -12,6 +10,7 @@ from slipstream.v1.common_pb2 import BlobRef
 from slipstream.v1.rollout_pb2 import RewardSpec, RolloutGroup
 from slipstream_reward.pool import Function, LoadError, WorkerPool
 from slipstream_reward.scoring import Outcome, VoidGroup, completion_fields, prompt_fields, timeout_of
+from slipstream_reward.together import together
 
 _FETCH_ATTEMPTS = 3
 
@@ -41,7 +40,7 @@ class LocalScorer:
             # One call per completion spreads a group over the pool, and a hang costs that completion alone.
             if await self._pool.kind(function) == "completion":
                 calls = [self._pool.score(function, prompt, [each], timeout_s) for each in completions]
-                results = [result for call in await _all(calls) for result in call]
+                results = [result for call in await together(calls) for result in call]
             else:
                 results = await self._pool.score(function, prompt, completions, timeout_s)
         except LoadError as error:
@@ -71,16 +70,6 @@ class LocalScorer:
                 if attempt == _FETCH_ATTEMPTS:
                     raise VoidGroup(f"the recipe's bundle is damaged: {error}") from None
         raise AssertionError("unreachable")
-
-
-async def _all(calls: Iterable[Coroutine[None, None, list[dict[str, Any]]]]) -> list[list[dict[str, Any]]]:
-    tasks = [asyncio.create_task(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _write(path: Path, data: bytes) -> None:

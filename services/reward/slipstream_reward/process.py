@@ -189,6 +189,6 @@ def _signal_name(number: int) -> str:
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of a worker: ours without the platform's settings, which hold its credentials."""
     env = {key: value for key, value in environ.items() if not key.startswith("SLIPSTREAM_")}
-    # There is a worker per core; number libraries that start a thread per core each would only get in their way.
+    # There is a worker per core already: a number library's thread per core would only get in the way.
     env.setdefault("OMP_NUM_THREADS", "1")
     return env

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from slipstream import rpc
+from slipstream import rpc, telemetry
 from slipstream.clock import Clock
 from slipstream.v1.reward_service_pb2 import ScoreItem, ScoreRequest, ScoreResponse
 from slipstream.v1.reward_service_pb2_grpc import RewardServiceStub
@@ -61,7 +61,9 @@ class RemoteScorer:
         began, pause, others = self._clock.monotonic(), _FIRST_PAUSE_S, 0
         while True:
             try:
-                response: ScoreResponse = await method(request, timeout=timeout_s)
+                response: ScoreResponse = await method(
+                    request, timeout=timeout_s, metadata=tuple(telemetry.inject().items())
+                )
                 return response
             except grpc.aio.AioRpcError as error:
                 reason = f"{target}: {error.code().name}: {error.details()}"

@@ -39,7 +39,8 @@ def outcome_of(score: Score) -> Outcome:
 def combine(specs: Sequence[RewardSpec], outcomes: Sequence[Sequence[Outcome]]) -> list[Score]:
     """One score per completion: the weighted sum of all rewards, or the first error.
 
-    Parts bear their own names when there is one reward, `<reward>/<part>` beside `<reward>` when there are several.
+    Parts bear their own names when there is one reward; `<reward>/<part>` beside `<reward>` when there are
+    several.
 
     Args:
         outcomes: by reward, then by completion.

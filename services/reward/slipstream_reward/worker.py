@@ -1,8 +1,9 @@
 """A reward worker: a process of its own that runs a recipe's reward function.
 
-Started as `python -m slipstream_reward.worker BYTES` (of address space, 0: no limit). It reads requests from stdin and writes one answer to each on
-stdout, as frames: length (4 bytes, big-endian), then JSON. What the recipe prints goes to stderr. It serves one
-bundle for life, since two bundles may hold modules of the same name. It imports next to nothing itself.
+Started as `python -m slipstream_reward.worker BYTES` (of address space that it may take; 0: no limit). It
+reads requests from stdin and writes one answer to each on stdout, as frames: length (4 bytes, big-endian),
+then JSON. What the recipe prints goes to stderr. A worker serves one bundle for life, since two bundles may
+hold modules of the same name. It imports next to nothing itself.
 
     {"load": {"zip": "/tmp/x/ab12.zip", "module": "recipe", "function": "reward"}}
         -> {"kind": "completion" | "group" | "async"} or {"error": "..."}
