@@ -1,0 +1,150 @@
+"""Publishes versions: blobs durable, then the manifest, and only then the reference moves on."""
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from slipstream.blobs import BlobStore, put_blob
+from slipstream.clock import Clock, SystemClock
+from slipstream.delta.container import check_same_tensors, encode_delta, parallel
+from slipstream.delta.tensors import RawTensor, Weights, digest, safetensors_bytes, size_bytes
+from slipstream.errors import ConfigError
+from slipstream.v1.common_pb2 import Version
+from slipstream.v1.weights_pb2 import (
+    VERSION_KIND_ANCHOR,
+    VERSION_KIND_DELTA,
+    Manifest,
+    Shard,
+    TensorEntry,
+)
+from slipstream.weights.manifest import FORMAT, size_of
+from slipstream.weights.shards import split
+
+
+@dataclass(frozen=True)
+class Published:
+    """A version that replicas can fetch."""
+
+    manifest: Manifest
+    size_bytes: int
+    """Bytes of its blobs."""
+    full_bytes: int
+    """Bytes of the full weights."""
+    changed: float
+    """Share of elements whose bits changed; 1 for an anchor."""
+    encode_s: float
+    upload_s: float
+    commit_s: float
+
+
+class Publisher:
+    """Knows what replicas hold (`reference`) and publishes differences to it.
+
+    Weights that are handed over become the reference: they must not be written to afterwards.
+    """
+
+    def __init__(
+        self,
+        blobs: BlobStore,
+        commit: Callable[[Manifest], Awaitable[None]],
+        run_id: str,
+        *,
+        num_shards: int = 1,
+        codec: str = "xor-zstd",
+        clock: Clock | None = None,
+    ) -> None:
+        """
+        Args:
+            commit: creates the manifest; raises ConflictError or FencedError when it must not exist.
+        """
+        self._blobs, self._commit, self._run_id = blobs, commit, run_id
+        self._num_shards, self._codec = num_shards, codec
+        self._clock = clock or SystemClock()
+        self.reference: Weights | None = None
+        self.version: Version | None = None
+
+    async def publish_anchor(self, version: Version, weights: Weights) -> Published:
+        """Publishes a full snapshot."""
+        return await self._publish(version, weights, None)
+
+    async def publish_delta(self, version: Version, weights: Weights) -> Published:
+        """Publishes the difference to the reference.
+
+        Raises:
+            ConfigError: nothing was published before, or tensors differ in name, shape or type.
+            ConflictError: someone else published this version.
+            FencedError: another trainer has taken the run over.
+        """
+        if self.reference is None:
+            raise ConfigError("a delta needs an anchor before it")
+        check_same_tensors(self.reference, weights)
+        return await self._publish(version, weights, self.reference)
+
+    async def _publish(self, version: Version, weights: Weights, old: Weights | None) -> Published:
+        began = self._clock.monotonic()
+        encoded = await asyncio.to_thread(self._encode, weights, old)
+        changed = await asyncio.to_thread(changed_share, old, weights) if old is not None else 1.0
+        encode_s = self._clock.monotonic() - began
+
+        began = self._clock.monotonic()
+        refs = await asyncio.gather(*(put_blob(self._blobs, data, sha256=sha) for data, sha, _ in encoded))
+        upload_s = self._clock.monotonic() - began
+
+        manifest = Manifest(
+            format=FORMAT,
+            run_id=self._run_id,
+            version=version,
+            kind=VERSION_KIND_ANCHOR if old is None else VERSION_KIND_DELTA,
+            parent=None if old is None else self.version,
+            shards=[Shard(blob=ref, tensors=e) for ref, (_, _, e) in zip(refs, encoded, strict=True)],
+            full_size_bytes=size_bytes(weights),
+            created_unix_s=self._clock.unix(),
+        )
+        began = self._clock.monotonic()
+        await self._commit(manifest)
+        commit_s = self._clock.monotonic() - began
+        self.reference, self.version = weights, version
+        size = size_of(manifest)
+        return Published(manifest, size, size_bytes(weights), changed, encode_s, upload_s, commit_s)
+
+    def _encode(self, weights: Weights, old: Weights | None) -> list[tuple[bytes, str, list[TensorEntry]]]:
+        """(bytes, SHA-256, entries) per shard."""
+        result = []
+        for shard in split(weights, self._num_shards):
+            if old is None:
+                data, entries = safetensors_bytes(shard, {"format": "pt"}), anchor_entries(shard)
+            else:
+                data, entries = encode_delta({name: old[name] for name in shard}, shard, self._codec)
+            result.append((data, hashlib.sha256(data).hexdigest(), entries))
+        return result
+
+
+def anchor_entries(weights: Weights) -> list[TensorEntry]:
+    """Entries of an anchor's shard."""
+
+    def entry(item: tuple[str, RawTensor]) -> TensorEntry:
+        name, tensor = item
+        return TensorEntry(
+            name=name, dtype=tensor.dtype, shape=tensor.shape, digest_after=digest(tensor.data)
+        )
+
+    return parallel(entry, weights.items())
+
+
+def changed_share(old: Weights, new: Weights) -> float:
+    """Share of elements whose bits differ."""
+
+    def count(name: str) -> tuple[int, int]:
+        size = new[name].itemsize
+        a, b = old[name].data.reshape(-1, size), new[name].data.reshape(-1, size)
+        if size in (2, 4, 8):
+            kind = f"<u{size}"
+            return int(np.count_nonzero(a.view(kind) != b.view(kind))), len(a)
+        return int(np.count_nonzero((a != b).any(axis=1))), len(a)
+
+    counts = parallel(count, new)
+    total = sum(elements for _, elements in counts)
+    return sum(changed for changed, _ in counts) / total if total else 0.0
