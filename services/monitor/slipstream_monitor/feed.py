@@ -18,8 +18,6 @@ class Feed:
         self.topics: list[TopicStatus] = []
         self.skipped: Counter[str] = Counter()
         """Messages that could not be read, by topic."""
-        self.read: Counter[str] = Counter()
-        """Messages read, by topic."""
         self.closing = False
         self._changed = asyncio.Event()
 

@@ -1,14 +1,17 @@
 """The monitor: reads five topics, keeps windows, answers. It only ever watches: nobody waits for it."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import grpc.aio
 
 from slipstream import topics
 from slipstream.bus import Consumer, Record, TopicPartition
-from slipstream.errors import IntegrityError, RetryableError
+from slipstream.bus.events import parse
+from slipstream.errors import IntegrityError, RetryableError, SlipstreamError
 from slipstream.service import Context
 from slipstream.v1.monitor_service_pb2 import DESCRIPTOR
 from slipstream.v1.monitor_service_pb2_grpc import add_MonitorServiceServicer_to_server
@@ -24,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 WATCHED = (topics.VERSIONS, topics.REPLICAS, topics.STEPS, topics.ALIGNMENT, topics.ALERTS)
 _BATCH = 500
+_FETCH_ATTEMPTS = 5
 
 
 class Monitor:
@@ -89,31 +93,37 @@ class Monitor:
                 # too; the rest is read again, and repeats change nothing.
                 _log.warning("%s; reading again from the earliest record", error)
                 await self._leave()
+                await self._context.clock.sleep(1.0)
                 continue
             for record in records:
-                self._take(record)
+                await self._take(record)
             if records:
                 self.feed.notify()
-                # A long log is read in one go after a restart; requests are answered meanwhile.
-                await asyncio.sleep(0)
 
-    def _take(self, record: Record) -> None:
-        self.feed.read[record.topic] += 1
+    async def _take(self, record: Record) -> None:
         try:
-            message = self._topics[record.topic].message.FromString(record.value)
+            message = await self._parse(record)
             self.feed.state.apply(message, record.timestamp_ms)
         except Exception as error:
             # Whatever one message holds, it must not take the page away, now and after every restart.
             self.feed.skipped[record.topic] += 1
             if self.feed.skipped[record.topic] == 1:
                 _log.warning(
-                    "%s, partition %d, offset %d is not understood and is skipped (%s); further ones on this "
-                    "topic are only counted",
+                    "%s, partition %d, offset %d is skipped: %s; further ones on this topic are only counted",
                     record.topic,
                     record.partition,
                     record.offset,
-                    error,
+                    error or type(error).__name__,
                 )
+
+    async def _parse(self, record: Record) -> Any:
+        """The message; waits a little, not for ever, for an object store that is away."""
+        topic = self._topics[record.topic]
+        for _ in range(_FETCH_ATTEMPTS - 1):
+            with contextlib.suppress(RetryableError):
+                return await parse(record, topic, blobs=self._context.blobs)
+            await self._context.clock.sleep(1.0)
+        return await parse(record, topic, blobs=self._context.blobs)
 
     async def _measure(self) -> None:
         """Looks at the length of the topics now and then."""
@@ -122,7 +132,7 @@ class Monitor:
             try:
                 await self._look()
                 away = False
-            except RetryableError as error:
+            except SlipstreamError as error:
                 if not away:
                     _log.warning("topic lengths are not known: %s", error)
                 away = True

@@ -64,5 +64,7 @@ def test_ess_counts_only_tokens_for_which_it_is_known() -> None:
 
 @pytest.mark.parametrize("name", ["k1", "k3", "max_abs_dp", "clipped"])
 def test_a_value_that_is_no_number_stays_visible(name: str) -> None:
-    [merged] = merge([stats_of([0.1]), LagStats(num_tokens=1, **{name: math.nan}), stats_of([0.2])])
+    broken = LagStats(num_tokens=1)
+    setattr(broken, name, math.nan)
+    [merged] = merge([stats_of([0.1]), broken, stats_of([0.2])])
     assert math.isnan(getattr(merged, name))

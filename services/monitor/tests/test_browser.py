@@ -4,15 +4,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from slipstream_monitor.demo import fill, run, topic_lengths
 from slipstream_monitor.feed import Feed
 from slipstream_monitor.page import make_app
 from slipstream_monitor.state import MonitorState
 from slipstream_monitor.web import WebServer
 
-from services.monitor.demo import fill, run, topic_lengths
-from services.monitor.tests.chromium import PROGRAM, Page, chromium
 from slipstream.clock import SystemClock
 from slipstream.v1.train_pb2 import Alert, StepRecord
+from tests.support.chromium import PROGRAM, Page, chromium
 
 pytestmark = pytest.mark.skipif(not PROGRAM, reason="no chromium or google-chrome on this machine")
 

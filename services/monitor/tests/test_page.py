@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from slipstream_monitor.demo import fill, run, topic_lengths
 from slipstream_monitor.feed import Feed
 from slipstream_monitor.page import PAGE, make_app
 from slipstream_monitor.state import MonitorState
 from slipstream_monitor.web import WebServer
 
-from services.monitor.demo import fill, run, topic_lengths
 from slipstream.clock import SystemClock
 from slipstream.errors import ConfigError
-from slipstream.v1.train_pb2 import Alert, GateState
+from slipstream.v1.train_pb2 import Alert, GateState, StepRecord
 
 STEPS = 5
 
@@ -99,7 +99,7 @@ async def test_events_start_anew_when_a_newer_run_opens_or_a_trainer_goes_back(
         fill(feed, run("third", 2, start_ms=2**42))
         shown = await event(lines)
         assert (shown["full"], shown["source"]) == (True, ["third", 0])
-        [resumed] = [m for m, _ in run("third", 1) if type(m).__name__ == "StepRecord"]
+        [resumed] = [m for m, _ in run("third", 1) if isinstance(m, StepRecord)]
         resumed.version.epoch = 2
         fill(feed, iter([(resumed, 2**42 + 1)]))
         shown = await event(lines)

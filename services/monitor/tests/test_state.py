@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slipstream_monitor.demo import Timed, run
 from slipstream_monitor.state import GROUPS_KEPT_STEPS, MAX_REPLICAS, MonitorState
 from slipstream_monitor.views import overview, run_summary, series
 
-from services.monitor.demo import Timed, run
 from slipstream.errors import PoisonMessageError
 from slipstream.v1.common_pb2 import Version
 from slipstream.v1.reward_pb2 import ScoredGroup
@@ -121,7 +121,8 @@ def test_groups_of_a_step_are_merged_and_a_repeat_counts_once() -> None:
     found = filled((record, 0) for record in records).find("r")
     assert found is not None
     merged = found.mismatch.entries[1].sums[0].stats()
-    assert (merged.num_tokens, merged.k3) == (20, pytest.approx(0.02))
+    assert merged.num_tokens == 20
+    assert merged.k3 == pytest.approx(0.02)
 
 
 def test_only_the_last_steps_are_kept_and_groups_only_of_the_newest() -> None:

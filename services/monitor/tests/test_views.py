@@ -5,10 +5,10 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slipstream_monitor.demo import FULL_BYTES, run
 from slipstream_monitor.state import MonitorState
 from slipstream_monitor.views import METRICS, OPEN_ROWS, gate_name, overview, run_summary, series
 
-from services.monitor.demo import FULL_BYTES, run
 from slipstream.v1.common_pb2 import Version
 from slipstream.v1.train_pb2 import (
     AlignmentRecord,

@@ -81,8 +81,7 @@ class Page:
         if self._session:
             message["sessionId"] = self._session
         self._writer.write(json.dumps(message).encode() + b"\0")
-        async with asyncio.timeout(30):
-            return await answer
+        return await asyncio.wait_for(answer, 30)
 
     async def _listen(self) -> None:
         while True:
