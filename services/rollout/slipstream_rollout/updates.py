@@ -1,0 +1,153 @@
+"""Keeps the engine at the newest version of the run that it serves.
+
+Truth is what weightsync plans; announcements only say when to ask. Fetching, checking, decoding and
+staging go on while the engine samples; only the commit stops it.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+
+from slipstream import topics
+from slipstream.bus import Bus
+from slipstream.bus.events import parse
+from slipstream.clock import Clock
+from slipstream.errors import (
+    ConfigError,
+    IntegrityError,
+    NotFoundError,
+    PoisonMessageError,
+    RetryableError,
+)
+from slipstream.v1.common_pb2 import Version
+from slipstream.v1.weights_pb2 import SwapReport
+from slipstream.weights.manifest import version_str
+from slipstream.weights.puller import Puller
+from slipstream_rollout.engine import Engine
+from slipstream_rollout.sampler import make_label
+
+_log = logging.getLogger(__name__)
+
+Report = Callable[[SwapReport], Awaitable[None]]
+
+
+class Updates:
+    """The engine's weights: which run, which version, and the way to newer ones."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        puller: Puller,
+        clock: Clock,
+        report: Report,
+        *,
+        poll_s: float,
+        version_wait_s: float,
+    ) -> None:
+        self._engine, self._puller, self._clock, self._report = engine, puller, clock, report
+        self._poll_s, self._version_wait_s = poll_s, version_wait_s
+        self._lock = asyncio.Lock()
+        self._hint = asyncio.Event()
+        self._staged_all = False
+        self.run_id = ""
+        """Run whose weights the engine holds; empty for the base model."""
+        self.version: Version | None = None
+        self.trouble = ""
+        """Why the last attempt to update failed; empty when it did not."""
+
+    async def ensure(self, run_id: str) -> None:
+        """Returns when the engine holds a version of the run. The caller sees to it that no other
+        run's groups are being sampled.
+
+        Raises:
+            NotFoundError: no version of the run turned up in time.
+        """
+        deadline = self._clock.monotonic() + self._version_wait_s
+        while self.run_id != run_id:
+            try:
+                await self._update(run_id)
+            except NotFoundError:
+                if self._clock.monotonic() >= deadline:
+                    raise NotFoundError(
+                        f"run {run_id} has no version after {self._version_wait_s:.0f} s; is its trainer up?"
+                    ) from None
+                await self._wait(0.5)
+            except (RetryableError, IntegrityError) as error:
+                self._complain(run_id, error)
+                await self._wait(1.0)
+
+    async def refresh(self) -> None:
+        """One attempt to reach the newest version of the run held. An idle replica does this before it
+        samples: what it would sample with old weights may be too stale to be trained on."""
+        if self.run_id:
+            await self._try_update()
+
+    async def run(self) -> None:
+        """Follows the run held until cancelled."""
+        while True:
+            await self._wait(self._poll_s)
+            await self.refresh()
+
+    async def listen(self, bus: Bus, namespace: str) -> None:
+        """Turns announcements into hints until cancelled."""
+        consumer = await bus.assign([topics.VERSIONS.full_name(namespace)], offsets="latest")
+        while True:
+            for record in await consumer.poll():
+                try:
+                    announced = await parse(record, topics.VERSIONS)
+                except PoisonMessageError as error:
+                    _log.warning("an announcement cannot be read: %s", error)
+                    continue
+                if not self.run_id or announced.run_id == self.run_id:
+                    self._hint.set()
+
+    async def _wait(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._hint.wait(), seconds)
+        self._hint.clear()
+
+    async def _try_update(self) -> None:
+        try:
+            await self._update(self.run_id)
+        except (RetryableError, IntegrityError, NotFoundError, ConfigError) as error:
+            self._complain(self.run_id, error)
+
+    def _complain(self, run_id: str, error: Exception) -> None:
+        if str(error) != self.trouble:
+            _log.warning("no new weights for run %s: %s", run_id, error)
+        self.trouble = str(error)
+
+    async def _update(self, run_id: str) -> None:
+        async with self._lock:
+            pulled = await self._puller.pull(run_id)
+            self.trouble = ""
+            if pulled is None:
+                return
+            changed = pulled.changed if self._staged_all else list(pulled.weights)
+            self._staged_all = False  # until the commit went well, nobody knows what is staged
+            stage_s = await self._engine.stage(pulled.weights, changed)
+            done = await self._engine.commit(make_label(run_id, pulled.version))
+            self._staged_all = True
+            self._puller.accept(pulled)
+            self.run_id, self.version = run_id, pulled.version
+        _log.info(
+            "now at %s of %s: %d bytes fetched in %.2f s, paused %.1f ms with %d completions in flight",
+            version_str(pulled.version),
+            run_id,
+            pulled.fetched_bytes,
+            pulled.fetch_s,
+            done.pause_ms,
+            done.in_flight,
+        )
+        await self._report(
+            SwapReport(
+                version=pulled.version,
+                fetched_bytes=pulled.fetched_bytes,
+                fetch_s=pulled.fetch_s,
+                decode_s=pulled.decode_s,
+                stage_s=stage_s,
+                pause_ms=done.pause_ms,
+                requests_in_flight=done.in_flight,
+            )
+        )
