@@ -8,10 +8,10 @@ of these prefixes and that nobody knows is an error: a misspelt setting must not
 import difflib
 import os
 from collections.abc import Iterable, Mapping
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from slipstream.errors import ConfigError
 
@@ -20,7 +20,19 @@ SERVICES = ("rollout", "reward", "trainer", "weightsync", "monitor")
 _SERVICE_PREFIXES = tuple(f"{PREFIX}{name.upper()}_" for name in (*SERVICES, "home"))
 
 
-class CommonSettings(BaseSettings):
+class _Settings(BaseSettings):
+    """Takes values from `load` alone, so that the environment is an argument like any other."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="ignore")
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+
+class CommonSettings(_Settings):
     """What every process of a deployment agrees on. Prefix `SLIPSTREAM_`."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore")
@@ -54,7 +66,7 @@ class CommonSettings(BaseSettings):
     monitor_target: str = "127.0.0.1:50055"
 
 
-class ServiceSettings(BaseSettings):
+class ServiceSettings(_Settings):
     """What every service has under its own prefix."""
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore")
@@ -80,7 +92,9 @@ def load(cls: type[S], environ: Mapping[str, str] | None = None) -> S:
     prefix = str(cls.model_config.get("env_prefix", ""))
     known = {f"{prefix}{name}".upper() for name in cls.model_fields}
     _refuse_unknown(prefix, known, env)
-    values = {name: env[var] for name in cls.model_fields if (var := f"{prefix}{name}".upper()) in env}
+    values: dict[str, Any] = {
+        name: env[var] for name in cls.model_fields if (var := f"{prefix}{name}".upper()) in env
+    }
     try:
         return cls(**values)
     except ValidationError as error:
