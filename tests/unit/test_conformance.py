@@ -31,7 +31,7 @@ def good(request: ScoreRequest, context: Any) -> ScoreResponse:
     )
 
 
-class Servicer(RewardServiceServicer):  # type: ignore[misc]
+class Servicer(RewardServiceServicer):
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
 

@@ -6,9 +6,11 @@ from pathlib import Path
 from slipstream.blobs import BlobStore, get_blob
 from slipstream.errors import IntegrityError, NotFoundError
 from slipstream.recipe.bundle import MAX_BUNDLE_BYTES
+from slipstream.recipe.call import LoadError
 from slipstream.v1.common_pb2 import BlobRef
 from slipstream.v1.rollout_pb2 import RewardSpec, RolloutGroup
-from slipstream_reward.pool import Function, LoadError, WorkerPool
+from slipstream_reward.pool import WorkerPool
+from slipstream_reward.process import Function
 from slipstream_reward.scoring import Outcome, VoidGroup, completion_fields, prompt_fields, timeout_of
 from slipstream_reward.together import together
 

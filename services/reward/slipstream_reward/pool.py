@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream_reward.process import Function, LoadError, Worker, WorkerGone
+from slipstream.recipe.call import LoadError
+from slipstream_reward.process import Function, Worker, WorkerGone
 
 _log = logging.getLogger(__name__)
 
@@ -125,6 +126,3 @@ class WorkerPool:
 def default_size() -> int:
     """One worker per core that this process may use."""
     return max(1, len(os.sched_getaffinity(0)))
-
-
-__all__ = ["Function", "LoadError", "WorkerPool", "default_size"]

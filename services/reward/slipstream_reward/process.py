@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import RetryableError
+from slipstream.errors import RetryableError, RewardError
+from slipstream.recipe.call import LoadError
 
 _OUTPUT_BYTES = 4096
 _MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -28,11 +29,7 @@ class Function:
     name: str
 
 
-class LoadError(Exception):
-    """The function cannot be loaded from its bundle; the message is for the recipe's author."""
-
-
-class WorkerGone(Exception):
+class WorkerGone(RewardError):
     """The worker died in the middle of a call, by what the recipe did or by want of memory."""
 
 

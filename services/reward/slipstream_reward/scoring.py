@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from slipstream.errors import RewardError
 from slipstream.v1.reward_pb2 import SCORE_STATUS_ERROR, SCORE_STATUS_OK, Score
 from slipstream.v1.rollout_pb2 import FINISH_REASON_LENGTH, PromptGroup, RewardSpec, RolloutGroup
 
@@ -13,7 +14,7 @@ DEFAULT_TIMEOUT_S = 30.0
 _MAX_ERROR_CHARS = 500
 
 
-class VoidGroup(Exception):
+class VoidGroup(RewardError):
     """The group cannot be scored at all; the message is its void reason."""
 
 

@@ -52,6 +52,9 @@ class RewardScorer:
         self._offsets = OffsetTracker()
         self._tasks: set[asyncio.Task[None]] = set()
         self._outage = Outage("something that scoring needs", context.clock)
+        meter = telemetry.meter()
+        self._count = meter.create_counter("slipstream.reward.groups", description="groups by outcome")
+        self._duration = meter.create_histogram("slipstream.reward.duration", unit="s")
 
     def register(self, server: grpc.aio.Server) -> list[str]:
         return []
@@ -143,6 +146,8 @@ class RewardScorer:
         await self._patiently(lambda: send_dead_letter(self._bus, self._namespace, "reward", record, error))
 
     async def _publish(self, record: Record, scored: ScoredGroup) -> None:
+        self._count.add(1, {"outcome": "void" if scored.void_reason else "scored"})
+        self._duration.record(scored.duration_s)
         # Made from the rollout's event, so that scoring it again after a crash is the same event.
         source = record.headers.get("ce_id", _place(record).encode())
         event_id = hashlib.sha256(b"scored\0" + source).hexdigest()

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from slipstream_reward.pool import WorkerPool
-from slipstream_reward.process import Function, LoadError, worker_environment
+from slipstream_reward.process import Function, worker_environment
+
+from slipstream.recipe.call import LoadError
 
 PROMPT = {"text": "What is 2 + 2?", "metadata": {"answer": 4}, "group_id": "demo/0"}
 ANSWERS = [{"text": text, "token_ids": [1, 2], "sample_id": f"demo/0/{i}"} for i, text in enumerate("4567")]

@@ -17,8 +17,6 @@ from slipstream.v1.reward_service_pb2 import ScoreRequest, ScoreResponse
 from slipstream.v1.reward_service_pb2_grpc import RewardServiceServicer, add_RewardServiceServicer_to_server
 from slipstream.v1.rollout_pb2 import Completion, GrpcReward, PromptGroup, RewardSpec, RolloutGroup
 
-Code = grpc.StatusCode
-
 
 class FastClock:
     """Real time, with pauses a hundred times shorter, all of them noted."""
@@ -37,11 +35,11 @@ class FastClock:
         await asyncio.sleep(seconds / 100)
 
 
-class Endpoint(RewardServiceServicer):  # type: ignore[misc]
+class Endpoint(RewardServiceServicer):
     """Fails with the codes that it is given, one per call, then scores the length of each text."""
 
     def __init__(self) -> None:
-        self.codes: list[Code] = []
+        self.codes: list[grpc.StatusCode] = []
         self.requests: list[ScoreRequest] = []
         self.time_left_s: list[float] = []
         self.delays_s: list[float] = []
@@ -111,9 +109,16 @@ async def test_a_group_is_scored_in_one_call_with_a_deadline(
     assert 5 < endpoint.time_left_s[0] <= 10
 
 
-@pytest.mark.parametrize("code", [Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.RESOURCE_EXHAUSTED])
+@pytest.mark.parametrize(
+    "code",
+    [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED],
+)
 async def test_an_endpoint_that_is_away_is_tried_again_with_growing_pauses(
-    endpoint: Endpoint, target: str, clock: FastClock, make: Callable[[float], RemoteScorer], code: Code
+    endpoint: Endpoint,
+    target: str,
+    clock: FastClock,
+    make: Callable[[float], RemoteScorer],
+    code: grpc.StatusCode,
 ) -> None:
     endpoint.codes = [code] * 5
     outcomes = await make(60).score(spec(target), rollout())
@@ -126,7 +131,7 @@ async def test_an_endpoint_that_is_away_is_tried_again_with_growing_pauses(
 async def test_retries_end_and_the_group_is_void_with_the_reason(
     endpoint: Endpoint, target: str, clock: FastClock, make: Callable[[float], RemoteScorer]
 ) -> None:
-    endpoint.codes = [Code.UNAVAILABLE] * 100
+    endpoint.codes = [grpc.StatusCode.UNAVAILABLE] * 100
     with pytest.raises(VoidGroup, match=rf"{target}: UNAVAILABLE: not now"):
         await make(20).score(spec(target), rollout())
     assert 10 < sum(clock.slept) <= 25
@@ -143,7 +148,7 @@ async def test_a_call_that_takes_too_long_is_made_again(
 async def test_an_invalid_argument_voids_at_once(
     endpoint: Endpoint, target: str, make: Callable[[float], RemoteScorer]
 ) -> None:
-    endpoint.codes = [Code.INVALID_ARGUMENT]
+    endpoint.codes = [grpc.StatusCode.INVALID_ARGUMENT]
     with pytest.raises(VoidGroup, match="INVALID_ARGUMENT: not now"):
         await make(60).score(spec(target), rollout())
     assert len(endpoint.requests) == 1
@@ -152,9 +157,9 @@ async def test_an_invalid_argument_voids_at_once(
 async def test_any_other_failure_gets_one_more_try(
     endpoint: Endpoint, target: str, make: Callable[[float], RemoteScorer]
 ) -> None:
-    endpoint.codes = [Code.INTERNAL]
+    endpoint.codes = [grpc.StatusCode.INTERNAL]
     assert len(await make(60).score(spec(target), rollout())) == 3
-    endpoint.codes = [Code.INTERNAL, Code.UNAVAILABLE, Code.INTERNAL]
+    endpoint.codes = [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL]
     with pytest.raises(VoidGroup, match="INTERNAL"):
         await make(60).score(spec(target), rollout())
 

@@ -22,7 +22,7 @@ from slipstream.clock import SystemClock
 from slipstream.errors import RetryableError
 from slipstream.recipe.bundle import bundle
 from slipstream.service import Context
-from slipstream.settings import CommonSettings
+from slipstream.settings import CommonSettings, load
 from slipstream.v1.common_pb2 import BlobRef
 from slipstream.v1.reward_pb2 import SCORE_STATUS_ERROR, SCORE_STATUS_OK, ScoredGroup
 from slipstream.v1.rollout_pb2 import (
@@ -37,6 +37,7 @@ from slipstream.v1.rollout_pb2 import (
 )
 
 NAMESPACE = "slipstream"
+COMMON = load(CommonSettings, {"SLIPSTREAM_NAMESPACE": NAMESPACE})
 RIGHT = "def reward(prompt, completion): return float(completion.text == prompt.metadata['answer'])"
 
 
@@ -54,7 +55,7 @@ class Rig:
         stopping, bus = asyncio.Event(), MemoryBus(self.log)
         context = Context(
             "reward",
-            CommonSettings(namespace=NAMESPACE),
+            COMMON,
             RewardSettings(workers=2, **settings),
             bus,
             self.store,
@@ -144,7 +145,7 @@ def rollout(number: int, spec: RewardSpec | None, *texts: str, **fields: Any) ->
 @pytest.fixture
 async def rig(tmp_path: Path) -> Rig:
     rig = Rig(tmp_path)
-    await ensure_topics(rig.bus, CommonSettings(namespace=NAMESPACE))
+    await ensure_topics(rig.bus, COMMON)
     return rig
 
 
