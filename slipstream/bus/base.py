@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
+MAX_RECORD_BYTES = 1_000_000
+"""Largest value of a record; just below what a broker takes unless told otherwise. Events put values above
+256 KiB into the object store."""
+
 
 class TopicPartition(NamedTuple):
     topic: str
@@ -48,7 +52,8 @@ class Producer(Protocol):
     async def send(
         self, topic: str, value: bytes, *, key: str | None = None, headers: Mapping[str, bytes] | None = None
     ) -> tuple[int, int]:
-        """Appends one record; returns (partition, offset).
+        """Appends one record; returns (partition, offset). The offset is -1 where the broker only says that
+        it has the record already.
 
         Keeps trying with growing pauses while the broker is away.
 

@@ -21,16 +21,14 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin import NewTopic as KafkaTopic
 from aiokafka.conn import create_conn
 
-from slipstream.bus.base import NewTopic, Record, TopicPartition
+from slipstream.bus.base import MAX_RECORD_BYTES, NewTopic, Record, TopicPartition
 from slipstream.bus.outage import Outage, pauses
-from slipstream.bus.spans import beginnings, check_span
+from slipstream.bus.spans import beginnings, check_span, too_large
 from slipstream.clock import Clock, SystemClock
 from slipstream.errors import ConfigError, IntegrityError, RetryableError, SlipstreamError
 from slipstream.settings import CommonSettings
 
-MAX_RECORD_BYTES = 1_000_000
-"""Largest record; just below what a broker takes unless told otherwise."""
-
+_HEADER_BYTES = 48 * 1024
 _REQUEST_S = 20.0
 _ANSWER_S = 10.0
 _CLOSE_S = 5.0
@@ -339,6 +337,8 @@ class _Producer:
     async def send(
         self, topic: str, value: bytes, *, key: str | None = None, headers: Mapping[str, bytes] | None = None
     ) -> tuple[int, int]:
+        if len(value) > MAX_RECORD_BYTES:
+            raise too_large(topic, len(value))
         await self._bus.require([topic])
         arguments = {
             "topic": topic,
@@ -353,9 +353,7 @@ class _Producer:
             except _NEVER as error:
                 if not isinstance(error, kafka_errors.MessageSizeTooLargeError):
                     self._give_up(link, error)
-                raise ConfigError(
-                    f"{topic}: the broker cannot take a record of {len(value)} bytes: {error}"
-                ) from None
+                raise too_large(topic, len(value), error) from None
             except _AWAY as error:
                 self._give_up(link, error)
                 await self._bus.clock.sleep(pause)
@@ -389,7 +387,7 @@ class _Producer:
                     acks="all",
                     linger_ms=5,
                     max_batch_size=256 * 1024,
-                    max_request_size=MAX_RECORD_BYTES,
+                    max_request_size=MAX_RECORD_BYTES + _HEADER_BYTES,
                     compression_type="zstd",
                     **self._bus.options("producer"),
                 )
@@ -585,10 +583,10 @@ class _GroupConsumer(_Consumer):
 
     def __init__(self, bus: KafkaBus, topics: Sequence[str], group: str, member: str | None) -> None:
         super().__init__(bus, topics)
-        self._group, self._member = group, member
+        self.group, self._member = group, member
 
     async def _open(self) -> AIOKafkaConsumer:
-        client = await self._start(group_id=self._group, group_instance_id=self._member)
+        client = await self._start(group_id=self.group, group_instance_id=self._member)
         client.subscribe(self._topics, listener=_Forget(self._next))
         return client
 

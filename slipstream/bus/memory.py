@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from slipstream.bus.base import NewTopic, Record, TopicPartition
+from slipstream.bus.base import MAX_RECORD_BYTES, NewTopic, Record, TopicPartition
 from slipstream.bus.partition import partition_of
-from slipstream.bus.spans import beginnings, check_span
+from slipstream.bus.spans import beginnings, check_span, too_large
 from slipstream.clock import Clock, SystemClock
 from slipstream.errors import ConfigError, RetryableError, SlipstreamError
 
@@ -23,11 +23,33 @@ class _Partition:
         return self.first, self.first + len(self.records)
 
 
+SESSION_S = 45.0
+"""A static member that left keeps its partitions for this long, as a member that may come back."""
+
+
 class _Group:
     def __init__(self) -> None:
         self.committed: dict[TopicPartition, int] = {}
         self.members: list[_GroupConsumer] = []
         self.generation = 0
+
+    def join(self, consumer: "_GroupConsumer") -> None:
+        self.generation += 1
+        for place, member in enumerate(self.members):
+            if consumer.member is not None and member.member == consumer.member:
+                self.members[place] = consumer
+                return
+        self.members.append(consumer)
+
+    def leave(self, consumer: "_GroupConsumer") -> None:
+        if consumer in self.members:
+            self.members.remove(consumer)
+            self.generation += 1
+
+    def expire(self, now: float) -> None:
+        for member in list(self.members):
+            if member.left_at is not None and now - member.left_at > SESSION_S:
+                self.leave(member)
 
 
 class MemoryLog:
@@ -165,6 +187,8 @@ class _Producer:
     async def send(
         self, topic: str, value: bytes, *, key: str | None = None, headers: Mapping[str, bytes] | None = None
     ) -> tuple[int, int]:
+        if len(value) > MAX_RECORD_BYTES:
+            raise too_large(topic, len(value))
         while not self._log.available:
             await self._log.changed(60.0)
         # A real broker is never there within the same step of the event loop.
@@ -234,24 +258,22 @@ class _AssignedConsumer(_Consumer):
 class _GroupConsumer(_Consumer):
     def __init__(self, log: MemoryLog, topics: Sequence[str], group: str, member: str | None) -> None:
         super().__init__(log, topics)
+        self.group, self.member = group, member
+        self.left_at: float | None = None
         self._group = log.groups.setdefault(group, _Group())
-        self._member = member
-        # A static member that comes back takes its own place.
-        stale = [m for m in self._group.members if member is not None and m._member == member]
-        self._group.members = [m for m in self._group.members if m not in stale] + [self]
         self._generation = -1
-        self._group.generation += 1
+        self._group.join(self)
+        log.notify()
 
     def _refresh(self) -> None:
         group = self._group
+        group.expire(self._log.clock.monotonic())
         if self._generation == group.generation:
             return
         self._generation = group.generation
         self._next = {}
-        if self not in group.members:
-            return
         for number, tp in enumerate(self._log.of(self._topics)):
-            if group.members[number % len(group.members)] is self:
+            if group.members and group.members[number % len(group.members)] is self:
                 self._next[tp] = group.committed.get(tp, self._log.partitions[tp].first)
 
     async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
@@ -260,8 +282,11 @@ class _GroupConsumer(_Consumer):
         self._group.committed |= {tp: offset for tp, offset in offsets.items() if tp in self._next}
 
     async def close(self) -> None:
-        if not self._closed and self in self._group.members:
-            self._group.members.remove(self)
-            self._group.generation += 1
-            self._log.notify()
+        if self._closed:
+            return
         self._closed = True
+        if self.member is None:
+            self._group.leave(self)
+        else:
+            self.left_at = self._log.clock.monotonic()
+        self._log.notify()

@@ -1,8 +1,8 @@
-"""Where reading may begin. Pure."""
+"""Where reading may begin, and what may be written. Pure."""
 
 from collections.abc import Mapping
 
-from slipstream.bus.base import TopicPartition
+from slipstream.bus.base import MAX_RECORD_BYTES, TopicPartition
 from slipstream.errors import ConfigError, IntegrityError
 
 
@@ -45,3 +45,8 @@ def check_span(tp: TopicPartition, offset: int, span: tuple[int, int]) -> None:
         raise IntegrityError(
             f"{tp.topic}, partition {tp.partition}: offset {offset} is past the end, {end}; was it deleted?"
         )
+
+
+def too_large(topic: str, size: int, why: object = f"the limit is {MAX_RECORD_BYTES}") -> ConfigError:
+    """Error for a record that no broker will take."""
+    return ConfigError(f"{topic}: the broker cannot take a record of {size} bytes: {why}")

@@ -1,0 +1,61 @@
+"""A broker that integration tests may kill; the shared, quiet servers are in tests/conftest.py."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.local import ports
+from slipstream.local.servers import KafkaServer
+from tests.support.background import BackgroundLoop
+
+
+class Broker:
+    """A Kafka of a test's own."""
+
+    def __init__(self, directory: Path, extra: dict[str, str] | None = None) -> None:
+        port, controller = ports.free(2)
+        self.server = KafkaServer(directory, port=port, controller_port=controller, extra=extra)
+        self._loop = BackgroundLoop()
+
+    @property
+    def bootstrap(self) -> str:
+        return self.server.bootstrap
+
+    async def start(self) -> None:
+        await self._loop.wait(self.server.start())
+
+    async def kill(self) -> None:
+        """SIGKILL: nothing is flushed, nobody is told."""
+        await self._loop.wait(self.server.stop(0))
+
+    def freeze(self) -> None:
+        """Connections stay open and nothing is answered."""
+        self.server.child.signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.server.child.signal(signal.SIGCONT)
+
+    def start_now(self) -> None:
+        self._loop.run(self.server.start())
+
+    def close(self) -> None:
+        self._loop.run(self.server.stop())
+        self._loop.close()
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Broker]:
+    """Not started yet."""
+    made = Broker(tmp_path / "kafka")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def kafka_bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    made = Broker(tmp_path_factory.mktemp("kafka"))
+    made.start_now()
+    yield made.bootstrap
+    made.close()
