@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -139,10 +139,8 @@ async def _start(context: Context[S], service: Service) -> bool:
     return await _unless_stopped(start(), context.stopping)
 
 
-async def _unless_stopped(
-    work: "asyncio.Future[None] | asyncio.Task[None] | object", stopping: asyncio.Event
-) -> bool:
-    task = asyncio.ensure_future(work)  # type: ignore[arg-type]
+async def _unless_stopped(work: Awaitable[None], stopping: asyncio.Event) -> bool:
+    task = asyncio.ensure_future(work)
     signal_task = asyncio.ensure_future(stopping.wait())
     await asyncio.wait({task, signal_task}, return_when=asyncio.FIRST_COMPLETED)
     signal_task.cancel()
@@ -186,7 +184,7 @@ def _bind(server: grpc.aio.Server, name: str, settings: ServiceSettings) -> int:
 
 
 @contextlib.contextmanager
-def _signals(stopping: asyncio.Event):  # type: ignore[no-untyped-def]
+def _signals(stopping: asyncio.Event) -> Iterator[None]:
     loop = asyncio.get_running_loop()
 
     def stop() -> None:

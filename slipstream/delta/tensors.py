@@ -54,7 +54,7 @@ Weights = Mapping[str, RawTensor]
 
 def digest(data: Bytes) -> str:
     """XXH3-128 of a tensor's bytes, 32 hex digits."""
-    return xxhash.xxh3_128_hexdigest(data)
+    return xxhash.xxh3_128_hexdigest(data.data)
 
 
 def size_bytes(weights: Weights) -> int:
@@ -134,7 +134,7 @@ def safetensors_header(weights: Weights, metadata: Mapping[str, str] | None = No
 
 def safetensors_bytes(weights: Weights, metadata: Mapping[str, str] | None = None) -> bytes:
     """A safetensors file in memory."""
-    return b"".join([safetensors_header(weights, metadata), *(memoryview(t.data) for t in weights.values())])
+    return b"".join([safetensors_header(weights, metadata), *(t.data.data for t in weights.values())])
 
 
 def write_safetensors(path: Path, weights: Weights, metadata: Mapping[str, str] | None = None) -> None:
@@ -143,9 +143,7 @@ def write_safetensors(path: Path, weights: Weights, metadata: Mapping[str, str] 
     Raises:
         StoreFullError: the disk has no room, or the directory cannot be written.
     """
-    write_atomically(
-        path, [safetensors_header(weights, metadata), *(memoryview(t.data) for t in weights.values())]
-    )
+    write_atomically(path, [safetensors_header(weights, metadata), *(t.data.data for t in weights.values())])
 
 
 def write_atomically(path: Path, parts: Sequence[Buffer]) -> None:

@@ -1,6 +1,7 @@
 """The versions of all runs, as the store holds them."""
 
 import asyncio
+import secrets
 
 from slipstream.blobs import BlobStore
 from slipstream.errors import ConfigError, ConflictError, FencedError, IntegrityError, NotFoundError
@@ -35,7 +36,7 @@ class Catalog:
         while True:
             try:
                 # The content only has to differ between rivals: create() takes equal bytes for a retry.
-                await self._store.create(epoch_key(run_id, epoch), _nonce())
+                await self._store.create(epoch_key(run_id, epoch), secrets.token_bytes(16))
                 return epoch
             except ConflictError:
                 epoch += 1
@@ -68,7 +69,7 @@ class Catalog:
             await self._store.create(key, manifest.SerializeToString(deterministic=True))
         except ConflictError:
             raise ConflictError(
-                f"version {version_str(manifest.version)} of run {manifest.run_id} was published by someone else"
+                f"run {manifest.run_id}: version {version_str(manifest.version)} was published by another"
             ) from None
         self._manifests[key] = manifest
         return key, known
@@ -137,9 +138,3 @@ class Catalog:
         keys = [key async for key in self._store.list(f"runs/{run_id}/pins/")]
         pairs = (key.rpartition("/")[2].split("-") for key in keys)
         return {(int(epoch), int(number)) for epoch, number in pairs}
-
-
-def _nonce() -> bytes:
-    import secrets
-
-    return secrets.token_bytes(16)

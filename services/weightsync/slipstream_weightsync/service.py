@@ -25,7 +25,7 @@ from slipstream_weightsync.settings import WeightsyncSettings
 _log = logging.getLogger(__name__)
 
 
-class WeightSync(WeightSyncServiceServicer):  # type: ignore[misc]
+class WeightSync(WeightSyncServiceServicer):
     """One instance serves any number of runs; several instances may run at once."""
 
     def __init__(self, context: Context[WeightsyncSettings]) -> None:
