@@ -1,0 +1,5 @@
+"""A local deployment: real servers and the services as plain processes of this machine.
+
+`jars` fetches the Java servers, `servers` starts and stops them, `stack` adds topics, bucket and the five
+services, `models` prepares a model directory, `checks` says what is missing. Needs `slipstream[local]`.
+"""
