@@ -17,7 +17,9 @@ from slipstream.errors import ConfigError
 
 PREFIX = "SLIPSTREAM_"
 SERVICES = ("rollout", "reward", "trainer", "weightsync", "monitor")
-_SERVICE_PREFIXES = tuple(f"{PREFIX}{name.upper()}_" for name in (*SERVICES, "home"))
+_SERVICE_PREFIXES = tuple(f"{PREFIX}{name.upper()}_" for name in SERVICES)
+_OF_TOOLS = frozenset(f"{PREFIX}{name}" for name in ("HOME", "CACHE", "MAVEN_URL", "PAGE_URL", "TORCH_INDEX"))
+"""Variables that the command line and the set-up read; they may be there when a service starts."""
 
 
 class _Settings(BaseSettings):
@@ -102,10 +104,11 @@ def load(cls: type[S], environ: Mapping[str, str] | None = None) -> S:
         raise ConfigError("invalid settings: " + "; ".join(lines)) from None
 
 
-def _refuse_unknown(prefix: str, known: Iterable[str], env: Mapping[str, str]) -> None:
-    known = set(known)
+def _refuse_unknown(prefix: str, own: Iterable[str], env: Mapping[str, str]) -> None:
+    # SLIPSTREAM_TRAINER_TARGET, say, has a service's prefix and is everybody's.
+    known = {*own, *(f"{PREFIX}{name}".upper() for name in CommonSettings.model_fields)}
     for var in sorted(env):
-        if not var.startswith(prefix) or var in known:
+        if not var.startswith(prefix) or var in known or var in _OF_TOOLS:
             continue
         if prefix == PREFIX and var.startswith(_SERVICE_PREFIXES):
             continue

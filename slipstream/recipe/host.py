@@ -52,8 +52,10 @@ class Host:
             ConflictError: another loop holds the run.
             ConfigError: the trainer refuses the settings.
         """
-        blobs = open_store(self.common)
-        async with contextlib.aclosing(blobs), open_bus(self.common) as bus:
+        async with contextlib.AsyncExitStack() as stack:
+            blobs = open_store(self.common)
+            stack.push_async_callback(blobs.close)
+            bus = await stack.enter_async_context(open_bus(self.common))
             rewards = await self._rewards(blobs)
             pause = 1.0
             while True:
