@@ -7,6 +7,8 @@ import fcntl
 import json
 import os
 import shutil
+import sys
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -132,3 +134,17 @@ async def chromium(profile: Path) -> AsyncIterator[Page]:
             process.kill()
             await process.wait()
         incoming.close()
+
+
+async def _picture(url: str, until: str, file: Path) -> None:
+    with tempfile.TemporaryDirectory() as profile:
+        async with chromium(Path(profile)) as page:
+            await page.open(url)
+            await page.until(until)
+            file.write_bytes(await page.screenshot())
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit("usage: python -m tests.support.chromium URL 'JAVASCRIPT THAT IS TRUE WHEN READY' FILE.png")
+    asyncio.run(_picture(sys.argv[1], sys.argv[2], Path(sys.argv[3])))

@@ -224,7 +224,7 @@ async def serve(arguments: argparse.Namespace) -> None:
 
 async def _play(feed: Feed, arguments: argparse.Namespace, now_ms: int) -> None:
     feed.topics = topic_lengths("slipstream", arguments.steps)
-    fill(feed, run("arithmetic-sync", 40, max_lag=0, start_ms=now_ms - 4_000_000, seed=1))
+    fill(feed, run("arithmetic-sync", 40, max_lag=0, start_ms=now_ms - 86_400_000, seed=1))
     messages = list(run("arithmetic", arguments.steps + 2000, replicas=arguments.replicas))
     known = 1 + next(
         i for i, (m, _) in enumerate(messages) if isinstance(m, StepRecord) and m.step == arguments.steps
@@ -238,8 +238,10 @@ async def _play(feed: Feed, arguments: argparse.Namespace, now_ms: int) -> None:
             feed,
             iter([(Alert(run_id="arithmetic", state=state, step=arguments.steps, reason=reason), now_ms)]),
         )
-    for (message, time_ms), (_, before) in zip(messages[known:], messages[known - 1 :], strict=False):
-        await asyncio.sleep(max(0, time_ms - before) / 1000 / arguments.speed)
+    begin = asyncio.get_running_loop().time()
+    for message, time_ms in messages[known:]:
+        due = begin + (time_ms + shift - now_ms) / 1000 / arguments.speed
+        await asyncio.sleep(max(0.0, due - asyncio.get_running_loop().time()))
         fill(feed, iter([(message, time_ms + shift)]))
         if isinstance(message, StepRecord):
             feed.topics = topic_lengths("slipstream", message.step)

@@ -4,8 +4,8 @@ Heartbeats and steps come on different topics, in any order relative to each oth
 again. So counters are kept as curves over the records' timestamps, and rates are read off afterwards.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -16,15 +16,6 @@ from slipstream.v1.weights_pb2 import ReplicaStatus
 MAX_POINTS = 2048
 
 
-class Point(NamedTuple):
-    """Counters of a replica at one time; never going down within a curve."""
-
-    time_s: float
-    tokens: float
-    busy_s: float
-    uptime_s: float
-
-
 class Rates(NamedTuple):
     """Per interval, over all replicas; NaN where nothing is known."""
 
@@ -32,27 +23,32 @@ class Rates(NamedTuple):
     idle_share: list[float]
 
 
-@dataclass
 class Curve:
     """Counters of one replica over time, thinned so that it never holds more than MAX_POINTS."""
 
-    points: list[Point] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.columns = tuple(array("d") for _ in range(4))
+        """Time in seconds, and tokens, busy seconds, uptime seconds since the first point; none goes down."""
+
+    @property
+    def times(self) -> "array[float]":
+        return self.columns[0]
 
     def advance(self, since_s: float, time_s: float, tokens: float, busy_s: float, uptime_s: float) -> None:
         """Adds what was counted between two heartbeats. Time that goes back is ignored."""
-        last = self.points[-1] if self.points else Point(since_s, 0.0, 0.0, 0.0)
-        if not self.points or since_s > last.time_s:
-            last = last._replace(time_s=since_s)
-            self.points.append(last)
-        if time_s <= last.time_s:
-            return
-        self.points.append(
-            Point(time_s, last.tokens + tokens, last.busy_s + busy_s, last.uptime_s + uptime_s)
-        )
-        if len(self.points) > MAX_POINTS:
+        if not self.times or since_s > self.times[-1]:
+            self._append(since_s, 0.0, 0.0, 0.0)
+        if time_s > self.times[-1]:
+            self._append(time_s, tokens, busy_s, uptime_s)
+        if len(self.times) > MAX_POINTS:
             # The older half loses every second point: far history gets coarser, none of it is lost.
             half = MAX_POINTS // 2
-            self.points = self.points[:half:2] + self.points[half:]
+            self.columns = tuple(column[:half:2] + column[half:] for column in self.columns)
+
+    def _append(self, time_s: float, *counted: float) -> None:
+        for column, more in zip(self.columns[1:], counted, strict=True):
+            column.append((column[-1] if column else 0.0) + more)
+        self.times.append(time_s)
 
 
 def counted(previous: ReplicaStatus, current: ReplicaStatus) -> tuple[float, float, float]:
@@ -69,33 +65,24 @@ def counted(previous: ReplicaStatus, current: ReplicaStatus) -> tuple[float, flo
 def rates(curves: Iterable[Curve], starts: Sequence[float], ends: Sequence[float]) -> Rates:
     """Rates over the intervals [start, end] (seconds), each cut off at the newest heartbeat."""
     a, b = np.asarray(starts, dtype=float), np.asarray(ends, dtype=float)
-    total = np.zeros((3, len(a)))
-    newest = -np.inf
-    for curve in curves:
-        if len(curve.points) < 2:
-            continue
-        newest = max(newest, curve.points[-1].time_s)
-    b = np.minimum(b, newest)
-    for curve in curves:
-        if len(curve.points) < 2:
-            continue
-        table = np.asarray(curve.points)
-        for row in range(3):
-            total[row] += np.interp(b, table[:, 0], table[:, row + 1]) - np.interp(
-                a, table[:, 0], table[:, row + 1]
-            )
-    known = b > a
-    tokens = _divide(total[0], b - a, known)
-    busy = _divide(total[1], total[2], known & (total[2] > 0))
-    return Rates(tokens.tolist(), np.clip(1.0 - busy, 0.0, 1.0).tolist())
+    known = [curve for curve in curves if len(curve.times) > 1]
+    b = np.minimum(b, max((curve.times[-1] for curve in known), default=-np.inf))
+    tokens, busy, uptime = np.zeros((3, len(a)))
+    for curve in known:
+        # A copy: an array that numpy looks into cannot grow.
+        times, *counters = (np.array(column) for column in curve.columns)
+        for total, counter in zip((tokens, busy, uptime), counters, strict=True):
+            total += np.interp(b, times, counter) - np.interp(a, times, counter)
+    idle = 1.0 - _divide(busy, uptime, (b > a) & (uptime > 0))
+    return Rates(_divide(tokens, b - a, b > a).tolist(), np.clip(idle, 0.0, 1.0).tolist())
 
 
 def recent_rates(curve: Curve | None, span_s: float) -> Rates:
     """Rates over the last `span_s` seconds of one curve, one interval."""
-    if curve is None or len(curve.points) < 2:
+    if curve is None or len(curve.times) < 2:
         return Rates([float("nan")], [float("nan")])
-    end = curve.points[-1].time_s
-    return rates([curve], [max(curve.points[0].time_s, end - span_s)], [end])
+    end = curve.times[-1]
+    return rates([curve], [max(curve.times[0], end - span_s)], [end])
 
 
 def _divide(

@@ -7,6 +7,7 @@ changes nothing, and order within a run comes from versions and record timestamp
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import isfinite
 
 from google.protobuf.message import Message as ProtoMessage
 
@@ -27,7 +28,7 @@ from slipstream_monitor.rates import Curve, counted
 from slipstream_monitor.table import StepTable
 
 MAX_REPLICAS = 256
-MAX_SWAPS = 2000
+MAX_SWAPS = 8000
 MAX_ALERTS = 50
 GROUPS_KEPT_STEPS = 50
 """Steps whose single groups are kept; of older ones only the counts."""
@@ -42,6 +43,8 @@ class Step:
     record: StepRecord
     time_ms: int
     serial: int
+    metrics: dict[str, float]
+    """Those of the record that are finite."""
     trained: int
     void: int
     dropped: int
@@ -250,6 +253,8 @@ def _summarise(record: StepRecord, time_ms: int, serial: int) -> Step:
         record=record,
         time_ms=time_ms,
         serial=serial,
+        # Six digits are more than a chart shows, and make the page's data a third as long.
+        metrics={name: float(f"{value:.6g}") for name, value in record.metrics.items() if isfinite(value)},
         trained=len(trained),
         void=outcomes.count(GROUP_OUTCOME_VOID),
         dropped=outcomes.count(GROUP_OUTCOME_DROPPED),

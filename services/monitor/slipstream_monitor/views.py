@@ -4,7 +4,7 @@ Absent and non-finite numbers are None. Times are seconds since the Unix epoch.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from slipstream.v1.common_pb2 import Version
@@ -17,13 +17,13 @@ from slipstream.v1.train_pb2 import (
 )
 from slipstream.v1.weights_pb2 import ReplicaState
 from slipstream_monitor.rates import rates, recent_rates
-from slipstream_monitor.state import MonitorState, Replica, Run, Step
+from slipstream_monitor.state import MonitorState, Replica, Run, Step, Swap
 
 Json = dict[str, Any]
 
 GONE_S = 600.0
 """Replicas silent for longer are no longer shown."""
-SILENT_S = 10.0
+SILENT_S = 15.0
 """Replicas silent for longer have missed several heartbeats."""
 RECENT_S = 15.0
 """Span over which a replica's own rates are taken."""
@@ -106,34 +106,20 @@ def series(run: Run, after: int = -1) -> Json:
 
     Returns:
         `steps`: columns of equal length, by step; `mismatch`: [step, lag, tokens, k1, k3, max |dp|, ess,
-        clipped] rows; `swaps`: rows as dicts.
+        clipped] rows; `swaps`: [version number, replica, pause ms, fetch s, decode s, stage s, bytes,
+        requests in flight] rows.
     """
     numbers = sorted(run.steps.entries)
     fresh = {n for n in numbers if run.steps.entries[n].serial > after} | set(numbers[-OPEN_ROWS:])
     return {
         "steps": _columns(run, [n for n in numbers if n in fresh]),
         "mismatch": [row for n in sorted(run.mismatch.entries) for row in _mismatch(run, n, after)],
-        "swaps": [
-            {
-                "time": swap.time_ms / 1000,
-                "replica": swap.replica_id,
-                "version": _version(swap.report.version),
-                "number": swap.report.version.number,
-                "pause_ms": number(swap.report.pause_ms),
-                "fetch_s": number(swap.report.fetch_s),
-                "decode_s": number(swap.report.decode_s),
-                "stage_s": number(swap.report.stage_s),
-                "bytes": swap.report.fetched_bytes,
-                "in_flight": swap.report.requests_in_flight,
-            }
-            for swap in run.swaps
-            if swap.serial > after
-        ],
+        "swaps": [_swap(swap) for swap in run.swaps if swap.serial > after],
     }
 
 
 def number(value: float | None) -> float | None:
-    """The value where JSON can hold it. Six digits are more than a chart shows."""
+    """The value where JSON can hold it, to six digits."""
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
 
@@ -144,12 +130,12 @@ def _columns(run: Run, numbers: Sequence[int]) -> Json:
     generated = rates(run.curves.values(), starts, ends)
     columns: Json = {"step": list(numbers), "time": ends}
     for column, metric in METRICS.items():
-        columns[column] = [_metric(step, metric) for step in steps]
+        columns[column] = [step.metrics.get(metric) for step in steps]
     columns["lag_max"] = [
-        _first(_metric(step, "lag/max"), step.max_lag if step.trained else None) for step in steps
+        _first(step.metrics.get("lag/max"), step.max_lag if step.trained else None) for step in steps
     ]
     columns["step_s"] = [
-        _first(_metric(step, "time/step_s"), end - start if end > start else None)
+        _first(step.metrics.get("time/step_s"), end - start if end > start else None)
         for step, start, end in zip(steps, starts, ends, strict=True)
     ]
     columns["trainer_idle"] = [
@@ -160,7 +146,7 @@ def _columns(run: Run, numbers: Sequence[int]) -> Json:
     columns["generated_per_s"] = [number(value) for value in generated.tokens_per_s]
     columns["trained_per_s"] = [
         number(tokens / total)
-        if total and (tokens := _first(_metric(step, "tokens/trained"), step.tokens))
+        if total and (tokens := _first(step.metrics.get("tokens/trained"), step.tokens))
         else None
         for step, total in zip(steps, columns["step_s"], strict=True)
     ]
@@ -172,7 +158,7 @@ def _start(run: Run, step: Step) -> float:
     before = run.steps.entries.get(step.record.step - 1)
     if before and before.record.version.epoch == step.record.version.epoch and before.time_ms < step.time_ms:
         return before.time_ms / 1000
-    return step.time_ms / 1000 - (_metric(step, "time/step_s") or 0.0)
+    return step.time_ms / 1000 - (step.metrics.get("time/step_s") or 0.0)
 
 
 def _mismatch(run: Run, step: int, after: int) -> list[list[float | None]]:
@@ -184,6 +170,18 @@ def _mismatch(run: Run, step: int, after: int) -> list[list[float | None]]:
         [step, s.lag, s.num_tokens, *map(number, (s.k1, s.k3, s.max_abs_dp, s.ess, s.clipped))]
         for s in merged
         if s.num_tokens
+    ]
+
+
+def _swap(swap: Swap) -> list[float | str | None]:
+    report = swap.report
+    times = (report.pause_ms, report.fetch_s, report.decode_s, report.stage_s)
+    return [
+        report.version.number,
+        swap.replica_id,
+        *map(number, times),
+        report.fetched_bytes,
+        report.requests_in_flight,
     ]
 
 
@@ -235,12 +233,6 @@ def _replica(windows: MonitorState, replica: Replica, now_s: float) -> Json:
         "idle": number(recent.idle_share[0]),
         "pause_ms": number(replica.last_swap.pause_ms) if replica.last_swap else None,
     }
-
-
-def _metric(step: Step, name: str) -> float | None:
-    metrics: Mapping[str, float] = step.record.metrics
-    # A plain look-up would insert the name into the message.
-    return number(metrics[name]) if name in metrics else None
 
 
 def _first(*values: float | None) -> float | None:

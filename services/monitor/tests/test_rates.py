@@ -53,8 +53,8 @@ def test_thinning_bounds_memory_and_keeps_totals(beats: int) -> None:
     curve = Curve()
     for i in range(beats):
         curve.advance(i, i + 1, 3, 0.5, 1)
-    assert len(curve.points) <= MAX_POINTS
-    assert curve.points[0].time_s == 0
+    assert len(curve.times) <= MAX_POINTS
+    assert curve.times[0] == 0
     found = rates([curve], [0], [beats])
     assert found.tokens_per_s == pytest.approx([3])
     assert found.idle_share == pytest.approx([0.5])

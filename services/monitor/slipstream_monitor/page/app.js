@@ -64,7 +64,7 @@ function merge({ steps, mismatch, swaps }) {
   for (const [step, lag, tokens, k1, k3, dp, ess, clipped] of mismatch) {
     entry(model.mismatch, step).set(lag, { tokens, k1, k3, dp, ess, clipped });
   }
-  for (const swap of swaps) entry(model.swaps, swap.number).set(swap.replica, swap);
+  for (const [version, replica, pause_ms] of swaps) entry(model.swaps, version).set(replica, { pause_ms });
   model.steps = [...new Set([...model.rows.keys(), ...model.mismatch.keys()])].sort((a, b) => a - b);
 }
 
@@ -156,15 +156,15 @@ function tiles(view, run) {
   const rewards = rows.map((row) => row.reward).filter((v) => v !== null);
   const gate = { ok: "good", warn: "warn", tighten: "warn", hold: "bad" }[run.gate];
   const n = Math.min(5, Math.floor(rewards.length / 2));
-  const trend = n ? `first ${n}: ${fixed(mean(rewards.slice(0, n)), 2)}, last ${n}: ${fixed(mean(rewards.slice(-n)), 2)}` : "mean of the last step";
+  const trend = n ? `from ${fixed(mean(rewards.slice(0, n)), 2)} to ${fixed(mean(rewards.slice(-n)), 2)}` : "mean of the last step";
   $("tiles").replaceChildren(
     tile("Step", count(run.step), "", `version ${run.version ?? "–"}`),
     tile("Reward", fixed(last.reward, 3), "", trend),
     tile("Gate", run.gate.toUpperCase(), "", run.gate === "ok" ? "nothing to report" : `since step ${run.alert?.step ?? "–"}`, gate),
-    tile("Mismatch, lag 0", si(lag0?.k3 ?? last.k3_lag0), "nats", lag0 ? `ESS ${percent(lag0.ess)} · |Δp| ≤ ${si(lag0.dp)}` : "k3"),
+    tile("Mismatch, lag 0", si(lag0?.k3 ?? last.k3_lag0), "nats", lag0 ? `ESS ${percent(lag0.ess)}, Δp ${si(lag0.dp)}` : "k3"),
     tile("Lag", count(last.lag_max), "max", `mean ${fixed(last.lag_mean, 2)} steps`),
-    tile("Delta", bytes(last.delta_bytes), "", last.ratio ? `${count(last.ratio)}× smaller than full` : "–"),
-    tile("Swap pause", milliseconds(quantile(pauses, 0.5)), "p50", `p95 ${milliseconds(quantile(pauses, 0.95))} · ${count(pauses.length)} swaps`),
+    tile("Delta", bytes(last.delta_bytes), "", last.ratio ? `1/${count(last.ratio)} of full` : "–"),
+    tile("Swap pause", milliseconds(quantile(pauses, 0.5)), "p50", `p95 ${milliseconds(quantile(pauses, 0.95))}`),
     tile("Tokens / s", count(last.generated_per_s), "generated", `${count(last.trained_per_s)} trained`),
   );
 }
@@ -186,6 +186,7 @@ function tile(name, value, unit, more, tone = "") {
 const TONES = { serving: "good", starting: "warn", draining: "warn", failed: "bad", silent: "bad", trained: "good", void: "warn", dropped: "bad" };
 
 function replicas(list, run) {
+  list.sort((a, b) => a.id.localeCompare(b.id, "en", { numeric: true }));
   const lost = list.reduce((sum, r) => sum + r.lost, 0);
   set("replicas-note", list.length ? `${list.length} known, ${lost} requests lost` : "");
   table("replicas", "No replica has reported in the last ten minutes.", list,

@@ -168,7 +168,8 @@ class Card {
     if (!model || !model.steps.length) return;
     this.lines = this.chart.series(model);
     const drawn = this.lines.filter((line) => !line.legendOnly);
-    const key = JSON.stringify(this.lines.map((line) => [line.label, line.color]));
+    const dense = model.steps.length > 500;
+    const key = JSON.stringify([dense, ...this.lines.map((line) => [line.label, line.color])]);
     if (key !== this.key) {
       this.key = key;
       this.plot?.destroy();
@@ -225,7 +226,7 @@ class Card {
 
   style(line, stroke) {
     return {
-      label: line.label, stroke: line.faint ? `${stroke}66` : stroke, width: line.width ?? 1.4, spanGaps: true,
+      label: line.label, stroke: line.faint ? `${stroke}66` : stroke, width: (line.width ?? 1.4) * (this.shared.model.steps.length > 500 ? 0.6 : 1), spanGaps: true,
       fill: line.fill ? `${stroke}1f` : undefined,
       paths: line.points ? () => null : line.step ? uPlot.paths.stepped({ align: 1 }) : undefined,
       points: line.points ? { show: true, size: 5, fill: stroke, width: 0 } : { show: this.shared.model.steps.length < 3, size: 5, fill: stroke },
@@ -311,6 +312,7 @@ function room(zero) {
   return (_, min, max) => {
     if (min === null || max === null) return [0, 1];
     const low = zero ? Math.min(0, min) : min;
+    if (zero && max <= 0 && low === 0) return [0, 1];
     const space = (max - low || Math.abs(max) || 1) * 0.08;
     return [zero && low === 0 ? 0 : low - space, max + space];
   };
