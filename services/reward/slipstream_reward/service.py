@@ -69,7 +69,9 @@ class RewardScorer:
 
     async def run(self) -> None:
         topic, group = topics.ROLLOUTS.full_name(self._namespace), f"{self._namespace}.reward"
-        consumer = await self._bus.subscribe([topic], group=group)
+        consumer = await self._bus.subscribe(
+            [topic], group=group, member=self._context.settings.replica_id or None
+        )
         try:
             while not self._context.stopping.is_set():
                 await self._take(consumer)

@@ -12,6 +12,9 @@ class RewardSettings(ServiceSettings):
 
     model_config = SettingsConfigDict(env_prefix="SLIPSTREAM_REWARD_", frozen=True, extra="ignore")
 
+    replica_id: str = Field("", pattern=r"^[A-Za-z0-9._-]{0,200}$")
+    """Name of this replica, if it has one that lasts (`reward-0`). Started again under it, it has its part of
+    the log back at once; without one, Kafka gives the part of a killed replica to another after 45 s."""
     workers: int = Field(default_factory=default_size, ge=1, le=256)
     """Worker processes for Python rewards; by default one per core."""
     worker_memory_mb: int = Field(0, ge=0)
