@@ -1,6 +1,13 @@
 """The delta codec: the lossless difference between two sets of weights. Pure functions on bytes."""
 
-from slipstream.delta.container import DeltaInfo, apply_delta, encode_delta, read_info
+from slipstream.delta.container import (
+    DeltaInfo,
+    TensorSetError,
+    TensorTypeError,
+    apply_delta,
+    encode_delta,
+    read_info,
+)
 from slipstream.delta.tensors import (
     RawTensor,
     Weights,
@@ -15,6 +22,8 @@ from slipstream.delta.tensors import (
 __all__ = [
     "DeltaInfo",
     "RawTensor",
+    "TensorSetError",
+    "TensorTypeError",
     "Weights",
     "apply_delta",
     "digest",

@@ -3,7 +3,6 @@
 https://huggingface.co/docs/safetensors: 8 bytes header length (little-endian), a JSON header, the data.
 """
 
-import itertools
 import json
 import mmap
 import os
@@ -23,20 +22,27 @@ from slipstream.errors import ConfigError, IntegrityError, StoreFullError
 Bytes = npt.NDArray[np.uint8]
 Buffer = bytes | bytearray | memoryview | mmap.mmap
 
-ITEM_SIZES: Mapping[str, int] = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
-    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4,
-    "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+_BITS: Mapping[str, int] = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+    "I32": 32, "U32": 32, "F32": 32,
+    "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
-"""Bytes per element by safetensors type name."""
+DTYPES = tuple(_BITS)
+"""Type names that safetensors knows."""
 
 _MAX_HEADER = 100 * 1024 * 1024
+_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, eq=False)
 class RawTensor:
-    """One tensor as bytes."""
+    """One tensor as bytes. Nobody writes to `data` any more: references and host copies share it.
+
+    Raises:
+        ConfigError: the bytes are not those of such a tensor.
+    """
 
     dtype: str
     """safetensors type name, for example `BF16`."""
@@ -44,12 +50,37 @@ class RawTensor:
     data: Bytes
     """uint8, 1-D, contiguous: the elements in row-major order, little-endian. May be a view of a file."""
 
+    def __post_init__(self) -> None:
+        if self.data.dtype != np.uint8 or self.data.ndim != 1 or not self.data.flags.c_contiguous:
+            raise ConfigError("a tensor's data must be a contiguous array of uint8 with one dimension")
+        if (size := tensor_bytes(self.dtype, self.shape)) != self.data.nbytes:
+            raise ConfigError(
+                f"{self.dtype} {list(self.shape)} takes {size} bytes, {self.data.nbytes} are given"
+            )
+
     @property
     def itemsize(self) -> int:
-        return ITEM_SIZES.get(self.dtype, 1)
+        """Bytes per element; 1 for elements smaller than a byte."""
+        return max(1, _BITS[self.dtype] // 8)
 
 
 Weights = Mapping[str, RawTensor]
+
+
+def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a tensor.
+
+    Raises:
+        ConfigError: unknown type, negative dimension, or elements that do not fill whole bytes.
+    """
+    if dtype not in _BITS:
+        raise ConfigError(f"unknown tensor type {dtype!r}; known are {', '.join(DTYPES)}")
+    if min(shape, default=0) < 0:
+        raise ConfigError(f"negative dimension in {list(shape)}")
+    size, rest = divmod(prod(shape) * _BITS[dtype], 8)
+    if rest:
+        raise ConfigError(f"{dtype} {list(shape)} does not fill whole bytes")
+    return size
 
 
 def digest(data: Bytes) -> str:
@@ -71,31 +102,39 @@ def parse_safetensors(buffer: Buffer, *, what: str = "safetensors data") -> dict
     data = np.frombuffer(buffer, dtype=np.uint8)
     header, start = _header(data, what)
     body = data[start:]
-    tensors: dict[str, RawTensor] = {}
     spans: list[tuple[int, int]] = []
+    tensors: dict[str, RawTensor] = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         try:
-            dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
-            begin, end = (int(n) for n in entry["data_offsets"])
+            dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            if not all(type(n) is int for n in (*shape, begin, end)):
+                raise TypeError("not whole numbers")
         except (TypeError, KeyError, ValueError):
             raise IntegrityError(f"{what}: the header's entry for {name!r} is malformed") from None
-        size = ITEM_SIZES.get(dtype)
-        if size is None:
-            raise IntegrityError(f"{what}: tensor {name!r} has the unknown type {dtype!r}")
-        if (
-            not 0 <= begin <= end <= body.nbytes
-            or min(shape, default=0) < 0
-            or prod(shape) * size != end - begin
-        ):
-            raise IntegrityError(f"{what}: tensor {name!r} does not fit into the file")
+        if not 0 <= begin <= end <= body.nbytes:
+            raise IntegrityError(f"{what}: tensor {name!r} reaches beyond the file")
+        try:
+            tensors[name] = RawTensor(dtype, shape, body[begin:end])
+        except ConfigError as error:
+            raise IntegrityError(f"{what}: tensor {name!r}: {error}") from None
         spans.append((begin, end))
-        tensors[name] = RawTensor(dtype, shape, body[begin:end])
-    spans.sort()
-    if any(a[1] > b[0] for a, b in itertools.pairwise(spans)):
-        raise IntegrityError(f"{what}: tensors overlap")
+    _check_tiles(spans, body.nbytes, what)
     return tensors
+
+
+def _check_tiles(spans: list[tuple[int, int]], total: int, what: str) -> None:
+    """As the format demands: tensors follow each other without holes, and nothing follows the last."""
+    place = 0
+    for begin, end in sorted(spans):
+        if begin != place:
+            raise IntegrityError(
+                f"{what}: tensors overlap or leave a hole at byte {min(begin, place)} of the data"
+            )
+        place = end
+    if place != total:
+        raise IntegrityError(f"{what}: {total - place} bytes follow the last tensor")
 
 
 def read_metadata(buffer: Buffer, *, what: str = "safetensors data") -> dict[str, str]:
@@ -111,12 +150,19 @@ def _header(data: Bytes, what: str) -> tuple[dict[str, Any], int]:
     if length > min(data.nbytes - 8, _MAX_HEADER):
         raise IntegrityError(f"{what}: the header is longer than the file")
     try:
-        header = json.loads(data[8 : 8 + length].tobytes())
-    except ValueError:
-        raise IntegrityError(f"{what}: the header is not JSON") from None
+        header = json.loads(data[8 : 8 + length].tobytes(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError):
+        raise IntegrityError(f"{what}: the header is not JSON, or names a tensor twice") from None
     if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
         raise IntegrityError(f"{what}: the header is not a JSON object")
     return header, 8 + length
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return fields
 
 
 def safetensors_header(weights: Weights, metadata: Mapping[str, str] | None = None) -> bytes:
@@ -191,16 +237,34 @@ def load_safetensors(path: Path) -> dict[str, RawTensor]:
 def load_checkpoint(directory: Path) -> dict[str, RawTensor]:
     """All tensors of a Hugging Face checkpoint directory, as views of the mapped files.
 
+    Reads the files that `model.safetensors.index.json` names, else `model.safetensors`, else all
+    `*.safetensors`: some models carry a second, consolidated copy beside the first.
+
     Raises:
         ConfigError: there is no safetensors file, or two files hold a tensor of the same name.
+        IntegrityError: a file or the index is malformed.
     """
-    paths = sorted(directory.glob("*.safetensors"))
-    if not paths:
-        raise ConfigError(f"{directory}: no *.safetensors in it")
     weights: dict[str, RawTensor] = {}
-    for path in paths:
+    for path in _checkpoint_files(directory):
         tensors = load_safetensors(path)
         if twice := weights.keys() & tensors.keys():
             raise ConfigError(f"{path}: tensor {min(twice)!r} is in another file of the checkpoint too")
         weights.update(tensors)
     return weights
+
+
+def _checkpoint_files(directory: Path) -> list[Path]:
+    index = directory / _INDEX
+    if index.exists():
+        try:
+            return [
+                directory / name
+                for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise IntegrityError(f"{index}: no map from tensors to files in it") from None
+    single = directory / "model.safetensors"
+    paths = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
+    if not paths:
+        raise ConfigError(f"{directory}: no *.safetensors in it")
+    return paths
