@@ -62,7 +62,14 @@ def error_of(target: str, error: grpc.aio.AioRpcError) -> errors.SlipstreamError
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Turns errors raised by handlers into status codes, and logs those nobody meant to raise."""
+    """Turns errors raised by handlers into status codes, and logs those nobody meant to raise.
+
+    Until `ready` is set, calls are refused as UNAVAILABLE, which clients take for "try again"; health and
+    reflection always answer.
+    """
+
+    def __init__(self, ready: asyncio.Event | None) -> None:
+        self._ready = ready
 
     async def intercept_service(
         self,
@@ -70,9 +77,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         handler = await continuation(handler_call_details)
-        if handler is None:
-            return handler
         method = handler_call_details.method
+        if handler is None or method.startswith("/grpc."):
+            return handler
+        if self._ready is not None and not self._ready.is_set():
+            return _refusing(handler)
         if handler.unary_unary:
             inner = handler.unary_unary
 
@@ -101,6 +110,19 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return handler
 
 
+def _refusing(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+    async def refuse(request: Any, context: Any) -> None:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the service is still starting")
+
+    async def refuse_stream(request: Any, context: Any) -> Any:
+        await refuse(request, context)
+        yield
+
+    if handler.unary_stream:
+        return grpc.unary_stream_rpc_method_handler(refuse_stream, handler.request_deserializer)
+    return grpc.unary_unary_rpc_method_handler(refuse, handler.request_deserializer)
+
+
 async def _abort(method: str, context: Any, error: Exception) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
@@ -110,8 +132,12 @@ async def _abort(method: str, context: Any, error: Exception) -> None:
     await context.abort(code, str(error) or type(error).__name__)
 
 
-def make_server() -> grpc.aio.Server:
-    """A server with our limits, keepalive rules and error mapping."""
+def make_server(ready: asyncio.Event | None = None) -> grpc.aio.Server:
+    """A server with our limits, keepalive rules and error mapping.
+
+    Args:
+        ready: until it is set, calls are refused as UNAVAILABLE; None for a server that is always ready.
+    """
     options = [
         *_LIMITS,
         *_KEEPALIVE,
@@ -119,7 +145,7 @@ def make_server() -> grpc.aio.Server:
         ("grpc.so_reuseport", 0),
     ]
     return grpc.aio.server(
-        interceptors=[*rpc_telemetry.server_interceptors(), ErrorInterceptor()], options=options
+        interceptors=[*rpc_telemetry.server_interceptors(), ErrorInterceptor(ready)], options=options
     )
 
 

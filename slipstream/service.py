@@ -104,19 +104,20 @@ async def serve(
     name: str, common: CommonSettings, settings: S, factory: Callable[[Context[S]], Service]
 ) -> None:
     """Runs a service until a signal or a fatal error."""
-    stopping = asyncio.Event()
+    stopping, ready = asyncio.Event(), asyncio.Event()
     with _signals(stopping), telemetry.session(name):
         bus = open_bus(common)
         blobs = open_store(common)
         context = Context(name, common, settings, bus, blobs, SystemClock(), stopping)
         service = factory(context)
-        server, healthy = make_server(), health.aio.HealthServicer()
+        server, healthy = make_server(ready), health.aio.HealthServicer()
         names = service.register(server)
         _add_health(server, healthy, names)
         port = _bind(server, name, settings)
         try:
             await server.start()
             if await _start(context, service):
+                ready.set()
                 for each in ("", *names):
                     await healthy.set(each, health_pb2.HealthCheckResponse.SERVING)
                 _log.info("ready on %s:%d", settings.host, port)
