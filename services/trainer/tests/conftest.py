@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from slipstream_trainer.model import Policy
 from slipstream_trainer.service import TrainerService
 from slipstream_trainer.settings import TrainerSettings
@@ -30,6 +31,8 @@ from slipstream.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from tests.support.tiny_model import make_tiny_model
 
 RUN = "toy"
+# Tensors here are tiny: a second thread costs more than it brings, all the more on a busy machine.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """The trainer over gRPC: steps, versions, records, the lease, duplicates, lag, faults."""
 
-
-
 from slipstream.topics import ALIGNMENT, STEPS, VERSIONS
 from slipstream.v1.train_pb2 import GROUP_OUTCOME_TRAINED
 
