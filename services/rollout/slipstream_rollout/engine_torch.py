@@ -73,7 +73,7 @@ class TorchEngine:
         self._pending: list[tuple[str, dict[str, torch.Tensor], Future[Committed]]] = []
         self._staged: dict[str, torch.Tensor] = {}
         self._label = BASE_LABEL
-        self._alive = 0
+        self.in_flight = 0
         self._closing = False
 
     async def start(self) -> None:
@@ -145,7 +145,7 @@ class TorchEngine:
             for name, tensor in staged.items():
                 self._parameters[name].data = tensor
             self._label = label
-            done.set_result(Committed((time.perf_counter() - begun) * 1e3, self._alive))
+            done.set_result(Committed((time.perf_counter() - begun) * 1e3, self.in_flight))
 
     @torch.inference_mode()
     def _generate(self, prompt: list[int], n: int, sampling: Sampling) -> list[Sampled]:
@@ -159,7 +159,7 @@ class TorchEngine:
         inputs = torch.tensor([prompt])
         try:
             for position in range(sampling.max_tokens):
-                self._alive = len(alive)
+                self.in_flight = len(alive)
                 self._take_commits()
                 if self._closing:
                     raise EngineLostError("the engine was closed", len(alive))
@@ -182,7 +182,7 @@ class TorchEngine:
                     cache.batch_select_indices(torch.tensor(rows))
                 inputs = torch.tensor([[tokens[i][-1]] for i in alive])
         finally:
-            self._alive = 0
+            self.in_flight = 0
         return [Sampled(tokens[i], logprobs[i], tokens[i][-1] in stop, spans[i]) for i in range(n)]
 
 
