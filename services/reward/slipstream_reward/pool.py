@@ -4,23 +4,30 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.clock import Clock
 from slipstream.recipe.call import LoadError
 from slipstream_reward.process import Function, Worker, WorkerGone
+from slipstream_reward.sparing import Sparing
 
 _log = logging.getLogger(__name__)
 
 # A crash may be an accident (the kernel was short of memory), so the call gets one more try elsewhere.
 _ATTEMPTS = 2
+_REMEMBER_FAILURE_S = 30.0
 
 
 class WorkerPool:
     """Up to `size` workers; callers wait their turn, first come, first served."""
 
-    def __init__(self, size: int, directory: Path, *, load_timeout_s: float, memory_bytes: int = 0) -> None:
+    def __init__(
+        self, size: int, directory: Path, clock: Clock, *, load_timeout_s: float, memory_bytes: int = 0
+    ) -> None:
+        self._clock = clock
         self._directory, self._load_timeout_s, self._memory_bytes = directory, load_timeout_s, memory_bytes
         self._size = size
         self._turn = asyncio.Semaphore(size)
@@ -28,6 +35,9 @@ class WorkerPool:
         self._idle: list[Worker] = []
         self._busy: set[Worker] = set()
         self._kinds: dict[Function, str] = {}
+        self._failed: dict[Function, tuple[str, float]] = {}
+        self._learning: defaultdict[Function, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._sparing = Sparing(clock)
 
     async def start(self) -> None:
         """Starts all processes, so that the first groups find them ready."""
@@ -51,10 +61,19 @@ class WorkerPool:
         Raises:
             LoadError: it cannot be loaded.
         """
-        if function not in self._kinds:
-            async with self._worker(function):
-                pass
-        return self._kinds[function]
+        # A recipe that hangs when it is imported must hold up one worker, and not again for each group.
+        async with self._learning[function]:
+            if function in self._kinds:
+                return self._kinds[function]
+            reason, until = self._failed.get(function, ("", 0.0))
+            if reason and self._clock.monotonic() < until:
+                raise LoadError(reason)
+            try:
+                async with self._worker(function) as worker:
+                    return worker.kind
+            except LoadError as error:
+                self._failed[function] = str(error), self._clock.monotonic() + _REMEMBER_FAILURE_S
+                raise
 
     async def score(
         self,
@@ -68,15 +87,19 @@ class WorkerPool:
             try:
                 async with self._worker(function) as worker:
                     results = await worker.score(prompt, completions, timeout_s)
-                    if worker.output and any("error" in each for each in results):
+                    failed = worker.output and any("error" in each for each in results)
+                    if failed and self._sparing.due(str(function)):
                         _log.warning("%s.py printed: %s", function.module, worker.output[-1000:])
                     return results
             except TimeoutError:
+                if self._sparing.due("timeout"):
+                    _log.warning("%s: the reward did not return within %g s", prompt["group_id"], timeout_s)
                 return [{"error": f"did not return within {timeout_s:g} s"}] * len(completions)
             except LoadError as error:
                 return [{"error": str(error)}] * len(completions)
             except WorkerGone as error:
-                _log.warning("%s while scoring %s", error, prompt.get("group_id"))
+                if self._sparing.due(str(error)):
+                    _log.warning("%s: %s", prompt["group_id"], error)
                 if attempt == _ATTEMPTS:
                     return [{"error": str(error)}] * len(completions)
         raise AssertionError("unreachable")

@@ -8,6 +8,7 @@ from slipstream.v1.rollout_pb2 import RewardSpec, RolloutGroup
 from slipstream_reward.local import LocalScorer
 from slipstream_reward.remote import RemoteScorer
 from slipstream_reward.scoring import Outcome, VoidGroup, check, clean, combine
+from slipstream_reward.sparing import Sparing
 from slipstream_reward.together import together
 
 _log = logging.getLogger(__name__)
@@ -18,6 +19,7 @@ class Scorer:
 
     def __init__(self, local: LocalScorer, remote: RemoteScorer, clock: Clock) -> None:
         self._local, self._remote, self._clock = local, remote, clock
+        self._sparing = Sparing(clock)
 
     async def score(self, group: RolloutGroup) -> ScoredGroup:
         """The group with its scores, or void with the reason.
@@ -31,10 +33,11 @@ class Scorer:
         try:
             scores = await self._scores(group)
         except VoidGroup as error:
-            _log.warning("group %s is void: %s", group.prompt.group_id, clean(str(error)))
+            if self._sparing.due(str(error)):
+                _log.warning("group %s is void: %s", group.prompt.group_id, clean(str(error)))
             return void(group, str(error))
         failed = [score.error for score in scores if score.status == SCORE_STATUS_ERROR]
-        if failed:
+        if failed and self._sparing.due(failed[0]):
             _log.warning(
                 "group %s: %d of %d completions have no score: %s",
                 *(group.prompt.group_id, len(failed), len(scores), failed[0]),

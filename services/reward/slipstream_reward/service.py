@@ -44,6 +44,7 @@ class RewardScorer:
         self._pool = WorkerPool(
             settings.workers,
             directory,
+            context.clock,
             load_timeout_s=settings.load_timeout_s,
             memory_bytes=settings.worker_memory_mb * 1024**2,
         )

@@ -13,6 +13,7 @@ import pytest
 from slipstream_reward.pool import WorkerPool
 from slipstream_reward.process import Function, worker_environment
 
+from slipstream.clock import SystemClock
 from slipstream.recipe.call import LoadError
 
 PROMPT = {"text": "What is 2 + 2?", "metadata": {"answer": 4}, "group_id": "demo/0"}
@@ -23,7 +24,7 @@ MakeFunction = Callable[[str], Function]
 
 @pytest.fixture
 async def pool(tmp_path: Path) -> AsyncIterator[WorkerPool]:
-    pool = WorkerPool(2, tmp_path, load_timeout_s=30)
+    pool = WorkerPool(2, tmp_path, SystemClock(), load_timeout_s=30)
     yield pool
     await pool.close()
 
@@ -301,7 +302,7 @@ async def test_a_function_that_returns_an_awaitable_is_awaited(
 async def test_what_cannot_be_loaded_says_why(
     tmp_path: Path, function: MakeFunction, source: str, reason: str
 ) -> None:
-    pool = WorkerPool(1, tmp_path, load_timeout_s=2 if "sleep" in source else 30)
+    pool = WorkerPool(1, tmp_path, SystemClock(), load_timeout_s=2 if "sleep" in source else 30)
     try:
         with pytest.raises(LoadError) as caught:
             await pool.kind(function(source))
@@ -312,6 +313,20 @@ async def test_what_cannot_be_loaded_says_why(
         }
     finally:
         await pool.close()
+
+
+async def test_a_recipe_that_cannot_be_imported_is_not_imported_again_for_each_group(
+    pool: WorkerPool, function: MakeFunction, tmp_path: Path
+) -> None:
+    failing = function(f"""
+        import pathlib, time
+        with open({str(tmp_path / "count")!r}, "a") as file: file.write("x")
+        time.sleep(0.5)
+        raise OSError("no model here")
+    """)
+    results = await asyncio.gather(*(pool.kind(failing) for _ in range(10)), return_exceptions=True)
+    assert all(isinstance(r, LoadError) and "no model here" in str(r) for r in results)
+    assert (tmp_path / "count").read_text() == "x"
 
 
 async def test_a_missing_module_says_so(pool: WorkerPool, function: MakeFunction) -> None:
@@ -333,7 +348,7 @@ async def test_a_worker_is_kept_for_the_next_call(pool: WorkerPool, function: Ma
 
 
 async def test_closing_leaves_no_process(tmp_path: Path, function: MakeFunction) -> None:
-    pool = WorkerPool(2, tmp_path, load_timeout_s=30)
+    pool = WorkerPool(2, tmp_path, SystemClock(), load_timeout_s=30)
     await pool.start()
     busy = asyncio.create_task(
         one(pool, function("import time\ndef reward(prompt, completion): time.sleep(60)"))
@@ -357,7 +372,7 @@ async def test_a_killed_idle_worker_is_replaced(pool: WorkerPool, function: Make
 
 
 async def test_memory_limit_ends_in_an_error(tmp_path: Path, function: MakeFunction) -> None:
-    pool = WorkerPool(1, tmp_path, load_timeout_s=30, memory_bytes=512 * 1024**2)
+    pool = WorkerPool(1, tmp_path, SystemClock(), load_timeout_s=30, memory_bytes=512 * 1024**2)
     try:
         greedy = function("def reward(prompt, completion): return len(bytearray(2**30))")
         assert (await one(pool, greedy))["error"] == "MemoryError (recipe.py:1 in reward)"
