@@ -223,6 +223,7 @@ async def serve(arguments: argparse.Namespace) -> None:
 
 
 async def _play(feed: Feed, arguments: argparse.Namespace, now_ms: int) -> None:
+    begin = asyncio.get_running_loop().time()
     feed.topics = topic_lengths("slipstream", arguments.steps)
     fill(feed, run("arithmetic-sync", 40, max_lag=0, start_ms=now_ms - 86_400_000, seed=1))
     messages = list(run("arithmetic", arguments.steps + 2000, replicas=arguments.replicas))
@@ -238,7 +239,6 @@ async def _play(feed: Feed, arguments: argparse.Namespace, now_ms: int) -> None:
             feed,
             iter([(Alert(run_id="arithmetic", state=state, step=arguments.steps, reason=reason), now_ms)]),
         )
-    begin = asyncio.get_running_loop().time()
     for message, time_ms in messages[known:]:
         due = begin + (time_ms + shift - now_ms) / 1000 / arguments.speed
         await asyncio.sleep(max(0.0, due - asyncio.get_running_loop().time()))

@@ -127,15 +127,16 @@ class Monitor:
 
     async def _measure(self) -> None:
         """Looks at the length of the topics now and then."""
-        away = False
+        misses = 0
         while True:
             try:
                 await self._look()
-                away = False
+                misses = 0
             except SlipstreamError as error:
-                if not away:
+                misses += 1
+                # One miss is nothing: a broker that has just started does not know its groups yet.
+                if misses == 2:
                     _log.warning("topic lengths are not known: %s", error)
-                away = True
             await self._context.clock.sleep(self._context.settings.depth_interval_s)
 
     async def _look(self) -> None:
