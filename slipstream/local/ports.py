@@ -1,7 +1,8 @@
 """TCP ports of this machine."""
 
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 
 from slipstream.errors import ConfigError
 
@@ -36,6 +37,16 @@ def free(count: int) -> list[int]:
     finally:
         for each in sockets:
             each.close()
+
+
+def wait_free(wanted: Iterable[int], timeout_s: float) -> bool:
+    """Waits until all ports are free; returns whether they are. Blocking."""
+    wanted, deadline = list(wanted), time.monotonic() + timeout_s
+    while not all(map(is_free, wanted)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def require_free(ports: Mapping[str, int], mend: str) -> None:

@@ -43,7 +43,7 @@ class Child:
         """
         stub = [sys.executable, "-I", "-S", "-c", _STUB, str(os.getpid()), str(int(signal.SIGTERM))]
         try:
-            with log.open("ab") as output:  # noqa: ASYNC230  one local open; a thread would cost more
+            with log.open("ab") as output:
                 process = await asyncio.create_subprocess_exec(
                     *stub,
                     *command,

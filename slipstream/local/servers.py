@@ -55,6 +55,10 @@ class JavaServer:
             raise SlipstreamError(f"{self.name} is not running")
         return self._child
 
+    @property
+    def is_running(self) -> bool:
+        return self._child is not None and self._child.returncode is None
+
     async def start(self) -> None:
         """Starts the server and waits until it answers.
 

@@ -16,7 +16,7 @@ from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.local import ports
 from slipstream.local.process import Child
 from slipstream.local.servers import KafkaServer, S3Server
-from slipstream.settings import CommonSettings
+from slipstream.settings import CommonSettings, load
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -46,7 +46,7 @@ async def test_kafka_started_again_in_its_directory_has_its_topics(tmp_path: Pat
     async def topics_after(setup: bool) -> set[str]:
         port, controller = ports.free(2)
         async with KafkaServer(tmp_path, port=port, controller_port=controller) as kafka:
-            settings = CommonSettings(kafka_bootstrap=kafka.bootstrap)
+            settings = load(CommonSettings, {"SLIPSTREAM_KAFKA_BOOTSTRAP": kafka.bootstrap})
             async with open_bus(settings) as bus:
                 if setup:
                     await ensure_topics(bus, settings)

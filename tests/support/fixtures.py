@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import pytest
 import pytest_asyncio
-from pydantic import SecretStr
 
 from slipstream.blobs import open_store
 from slipstream.bus import open_bus
@@ -23,7 +22,7 @@ from slipstream.bus.events import ensure_topics
 from slipstream.local import environment, health, ports
 from slipstream.local.process import Child
 from slipstream.local.servers import KafkaServer, S3Server
-from slipstream.settings import CommonSettings
+from slipstream.settings import CommonSettings, load
 
 T = TypeVar("T")
 
@@ -63,13 +62,17 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 def common_settings(servers: Servers) -> CommonSettings:
     """Settings for the run's servers, with a namespace and an existing bucket that no other test uses."""
     name = f"t{uuid.uuid4().hex[:12]}"
-    settings = CommonSettings(
-        namespace=name,
-        kafka_bootstrap=servers.kafka.bootstrap,
-        store_url=servers.s3.url,
-        store_bucket=name,
-        store_access_key=SecretStr(servers.s3.credentials.access_key),
-        store_secret_key=SecretStr(servers.s3.credentials.secret_key),
+    credentials = servers.s3.credentials
+    settings = load(
+        CommonSettings,
+        {
+            "SLIPSTREAM_NAMESPACE": name,
+            "SLIPSTREAM_KAFKA_BOOTSTRAP": servers.kafka.bootstrap,
+            "SLIPSTREAM_STORE_URL": servers.s3.url,
+            "SLIPSTREAM_STORE_BUCKET": name,
+            "SLIPSTREAM_STORE_ACCESS_KEY": credentials.access_key,
+            "SLIPSTREAM_STORE_SECRET_KEY": credentials.secret_key,
+        },
     )
     run_now(_make_bucket(settings))
     return settings
