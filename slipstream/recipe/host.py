@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 # The first answer comes after the trainer has loaded a checkpoint and published an anchor.
 _OPEN_S = 1800.0
-_MAX_PAUSE_S = 30.0
+_MAX_PAUSE_S = 10.0
 
 
 @dataclass
