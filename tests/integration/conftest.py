@@ -45,10 +45,11 @@ class Broker:
         self._loop.close()
 
 
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[Broker]:
-    """Not started yet."""
-    made = Broker(tmp_path / "kafka")
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    """May be killed; a test leaves it running."""
+    made = Broker(tmp_path_factory.mktemp("broker"))
+    made.start_now()
     yield made
     made.close()
 

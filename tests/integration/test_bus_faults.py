@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,23 +20,20 @@ from tests.support.kafka_admin import create_topic
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
-TOPIC = "faults"
-TP = TopicPartition(TOPIC, 0)
-
 
 class Writers:
     """Tasks that each send one record after another and note what was acknowledged."""
 
-    def __init__(self, bus: KafkaBus, count: int = 8) -> None:
+    def __init__(self, bus: KafkaBus, topic: str, count: int = 8) -> None:
         self.acked: list[bytes] = []
-        self._bus, self._stop = bus, False
+        self._bus, self._topic, self._stop = bus, topic, False
         self._tasks = [asyncio.create_task(self._write(number)) for number in range(count)]
 
     async def _write(self, writer: int) -> None:
         number = 0
         while not self._stop:
             value = f"{writer}-{number}".encode()
-            await self._bus.producer.send(TOPIC, value, key=str(writer))
+            await self._bus.producer.send(self._topic, value, key=str(writer))
             self.acked.append(value)
             number += 1
             await asyncio.sleep(0.005)
@@ -54,7 +52,7 @@ class Writers:
         return self.acked
 
 
-async def everything(bus: KafkaBus, topic: str = TOPIC) -> list[Record]:
+async def everything(bus: KafkaBus, topic: str) -> list[Record]:
     """All records of a topic."""
     consumer = await bus.assign([topic], offsets="earliest")
     ends, records = await consumer.end_offsets(), list[Record]()
@@ -79,27 +77,31 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.fixture
 async def bus(broker: Broker, caplog: pytest.LogCaptureFixture) -> AsyncIterator[KafkaBus]:
-    """Connected to a running broker with one topic."""
     caplog.set_level(logging.INFO, "slipstream")
-    await broker.start()
     async with KafkaBus(CommonSettings(kafka_bootstrap=broker.bootstrap)) as made:
-        await made.create_topics([NewTopic(TOPIC, 1)])
         yield made
 
 
+@pytest.fixture
+async def topic(bus: KafkaBus) -> str:
+    name = f"faults-{uuid.uuid4().hex[:10]}"
+    await bus.create_topics([NewTopic(name, 1)])
+    return name
+
+
 async def test_a_killed_broker_loses_and_repeats_nothing(
-    broker: Broker, bus: KafkaBus, caplog: pytest.LogCaptureFixture
+    broker: Broker, bus: KafkaBus, topic: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    member = await bus.subscribe([TOPIC], group="readers")
-    writers = Writers(bus)
+    member = await bus.subscribe([topic], group=f"{topic}-readers")
+    writers = Writers(bus, topic)
     await writers.until_more()
-    assert await member.poll(timeout_s=10)
+    assert await member.poll(timeout_s=30)
     await broker.kill()
     await asyncio.sleep(6)
     await broker.start()
     await writers.until_more()
     acked = await writers.stop()
-    values = [r.value for r in await everything(bus)]
+    values = [r.value for r in await everything(bus, topic)]
     assert sorted(values) == sorted(acked)
     check_order(values)
     assert len(told(caplog)) == 2
@@ -107,33 +109,33 @@ async def test_a_killed_broker_loses_and_repeats_nothing(
     assert "answers again" in told(caplog)[1]
     # The consumer of before the outage goes on.
     async with asyncio.timeout(60):
-        while member.positions().get(TP, 0) < len(values):
+        while member.positions().get(TopicPartition(topic, 0), 0) < len(values):
             await member.poll()
     await member.commit(member.positions())
-    assert await bus.group_offsets("readers") == {TP: len(values)}
+    assert await bus.group_offsets(f"{topic}-readers") == {TopicPartition(topic, 0): len(values)}
 
 
 async def test_a_producer_that_waits_too_long_is_replaced_and_loses_nothing(
-    broker: Broker, bus: KafkaBus
+    broker: Broker, bus: KafkaBus, topic: str
 ) -> None:
     async with KafkaBus(CommonSettings(kafka_bootstrap=broker.bootstrap), send_timeout_s=2.0) as hasty:
-        writers = Writers(hasty)
+        writers = Writers(hasty, topic)
         await writers.until_more()
         await broker.kill()
         await asyncio.sleep(6)
         await broker.start()
         await writers.until_more()
         acked = await writers.stop()
-    values = [r.value for r in await everything(bus)]
+    values = [r.value for r in await everything(bus, topic)]
     assert set(acked) <= set(values)
     check_order(values)
 
 
 async def test_a_frozen_broker_holds_up_and_loses_nothing(
-    broker: Broker, bus: KafkaBus, caplog: pytest.LogCaptureFixture
+    broker: Broker, bus: KafkaBus, topic: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with KafkaBus(CommonSettings(kafka_bootstrap=broker.bootstrap), send_timeout_s=3.0) as hasty:
-        writers = Writers(hasty)
+        writers = Writers(hasty, topic)
         await writers.until_more()
         broker.freeze()
         try:
@@ -146,13 +148,15 @@ async def test_a_frozen_broker_holds_up_and_loses_nothing(
             broker.thaw()
         await writers.until_more()
         acked = await writers.stop()
-    assert set(acked) <= {r.value for r in await everything(bus)}
+    assert set(acked) <= {r.value for r in await everything(bus, topic)}
 
 
 async def test_a_broker_that_comes_late_is_waited_for(
     broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "slipstream")
+    topic = f"late-{uuid.uuid4().hex[:10]}"
+    await broker.kill()
     bus = KafkaBus(CommonSettings(kafka_bootstrap=broker.bootstrap))
     with pytest.raises(RetryableError, match=f"Kafka at {broker.bootstrap} does not answer"):
         await bus.ping()
@@ -162,8 +166,8 @@ async def test_a_broker_that_comes_late_is_waited_for(
     await broker.start()
     async with asyncio.timeout(20):
         await starting
-    await bus.create_topics([NewTopic(TOPIC, 1)])
-    assert await bus.producer.send(TOPIC, b"1") == (0, 0)
+    await bus.create_topics([NewTopic(topic, 1)])
+    assert await bus.producer.send(topic, b"1") == (0, 0)
     assert [line.split("(")[0].split("after")[0] for line in told(caplog)] == [
         f"Kafka at {broker.bootstrap} does not answer ",
         f"Kafka at {broker.bootstrap} answers again ",
@@ -171,40 +175,46 @@ async def test_a_broker_that_comes_late_is_waited_for(
     await bus.close()
 
 
-async def test_a_refused_record_does_not_wedge_the_producer(broker: Broker, bus: KafkaBus) -> None:
-    await create_topic(broker.bootstrap, "narrow", {"max.message.bytes": "2000"})
-    assert await bus.producer.send("narrow", b"before") == (0, 0)
-    with pytest.raises(ConfigError, match="narrow: the broker cannot take a record of 50000 bytes"):
+async def test_a_refused_record_does_not_wedge_the_producer(
+    broker: Broker, bus: KafkaBus, topic: str
+) -> None:
+    narrow = f"{topic}-narrow"
+    await create_topic(broker.bootstrap, narrow, {"max.message.bytes": "2000"})
+    assert await bus.producer.send(narrow, b"before") == (0, 0)
+    with pytest.raises(ConfigError, match=f"{narrow}: the broker cannot take a record of 50000 bytes"):
         # zstd must not make it fit.
-        await bus.producer.send("narrow", bytes(i * i * 7919 % 251 ^ i % 13 for i in range(50_000)))
+        await bus.producer.send(narrow, bytes(i * i * 7919 % 251 ^ i % 13 for i in range(50_000)))
     async with asyncio.timeout(20):
-        assert await bus.producer.send("narrow", b"after") == (0, 1)
+        assert await bus.producer.send(narrow, b"after") == (0, 1)
 
 
-async def test_closing_is_quick_when_the_broker_is_gone(broker: Broker, bus: KafkaBus) -> None:
-    member = await bus.subscribe([TOPIC], group="readers")
-    await bus.producer.send(TOPIC, b"1")
-    await member.poll(timeout_s=10)
+async def test_closing_is_quick_when_the_broker_is_gone(broker: Broker, bus: KafkaBus, topic: str) -> None:
+    member = await bus.subscribe([topic], group=f"{topic}-readers")
+    await bus.producer.send(topic, b"1")
+    await member.poll(timeout_s=30)
     await broker.kill()
-    sending = asyncio.create_task(bus.producer.send(TOPIC, b"2"))
+    sending = asyncio.create_task(bus.producer.send(topic, b"2"))
     await asyncio.sleep(0.5)
     started = time.monotonic()
     await bus.close()
     assert time.monotonic() - started < 20
     sending.cancel()
     await asyncio.gather(sending, return_exceptions=True)
+    await broker.start()
 
 
-async def test_a_poll_during_an_outage_returns_nothing_in_time(broker: Broker, bus: KafkaBus) -> None:
+async def test_a_poll_during_an_outage_returns_nothing_in_time(
+    broker: Broker, bus: KafkaBus, topic: str
+) -> None:
     fresh = KafkaBus(CommonSettings(kafka_bootstrap=broker.bootstrap))
-    reader = await fresh.assign([TOPIC], offsets="earliest")
+    reader = await fresh.assign([topic], offsets="earliest")
     await broker.kill()
     started = time.monotonic()
     for _ in range(3):
         assert await reader.poll(timeout_s=0.2) == []
     assert time.monotonic() - started < 20
     await broker.start()
-    await bus.producer.send(TOPIC, b"1")
+    await bus.producer.send(topic, b"1")
     async with asyncio.timeout(30):
         while not (records := await reader.poll()):
             pass
@@ -214,6 +224,7 @@ async def test_a_poll_during_an_outage_returns_nothing_in_time(broker: Broker, b
 
 async def test_wrong_credentials_are_a_configuration_error(tmp_path: Path) -> None:
     (port,) = ports.free(1)
+    topic = "guarded"
     plain = "org.apache.kafka.common.security.plain.PlainLoginModule"
     secure = Broker(tmp_path / "kafka")
     base = secure.server.properties()
@@ -246,9 +257,9 @@ async def test_wrong_credentials_are_a_configuration_error(tmp_path: Path) -> No
 
     try:
         async with KafkaBus(settings("right")) as bus:
-            await bus.create_topics([NewTopic(TOPIC, 1)])
-            assert await bus.producer.send(TOPIC, b"1") == (0, 0)
-            assert len(await everything(bus)) == 1
+            await bus.create_topics([NewTopic(topic, 1)])
+            assert await bus.producer.send(topic, b"1") == (0, 0)
+            assert len(await everything(bus, topic)) == 1
         bus = KafkaBus(settings("wrong"))
         with pytest.raises(ConfigError, match=r"refuses us.*SLIPSTREAM_KAFKA_USERNAME"):
             await bus.start()
