@@ -10,14 +10,13 @@ from slipstream.blobs.memory import MemoryStore
 from slipstream.bus.events import ensure_topics, publish
 from slipstream.bus.memory import MemoryBus
 from slipstream.pacing import Origin, Window
-from slipstream.settings import CommonSettings
+from slipstream.settings import CommonSettings, load
 from slipstream.topics import SAMPLES, dead_letter_name
 from slipstream.v1.common_pb2 import Version
 from slipstream.v1.reward_pb2 import SCORE_STATUS_ERROR, ScoredGroup
 from slipstream.v1.rollout_pb2 import VersionSpan
 from slipstream.v1.train_pb2 import GROUP_OUTCOME_DROPPED, GROUP_OUTCOME_TRAINED, GROUP_OUTCOME_VOID
-
-from .conftest import RUN, scored_group
+from tests.support.trainer import RUN, scored_group
 
 SPACE = "slipstream"
 LINEAGE = [Origin(1, 0)]
@@ -25,7 +24,7 @@ LINEAGE = [Origin(1, 0)]
 
 async def inbox(*groups: ScoredGroup, window: Window | None = None, max_lag: int = 2) -> Inbox:  # type: ignore[type-arg]
     bus, blobs = MemoryBus(), MemoryStore()
-    await ensure_topics(bus, CommonSettings(namespace=SPACE))
+    await ensure_topics(bus, load(CommonSettings, {"SLIPSTREAM_NAMESPACE": SPACE}))
     for group in groups:
         await publish(bus, SPACE, SAMPLES, group, blobs=blobs)
     consumer = await open_consumer(bus, SPACE, {})
