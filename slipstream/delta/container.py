@@ -83,10 +83,13 @@ def _encode_tensor(name: str, old: RawTensor, new: RawTensor, codec: str) -> tup
     return entry, payload
 
 
-def apply_delta(old: Weights, blob: Buffer) -> dict[str, RawTensor]:
+def apply_delta(old: Weights, blob: Buffer, digests: Mapping[str, str] | None = None) -> dict[str, RawTensor]:
     """The tensors that a delta file leads to, each checked against its digest; `old` is not changed.
 
     A tensor that already has the new digest is taken as it is, so applying twice is harmless. CPU-bound.
+
+    Args:
+        digests: of `old`, for a caller that has just computed them.
 
     Returns:
         The tensors of the file, in its order; unchanged ones are the very objects of `old`.
@@ -103,13 +106,14 @@ def apply_delta(old: Weights, blob: Buffer) -> dict[str, RawTensor]:
 
     def apply(item: tuple[TensorEntry, tuple[int, int]]) -> tuple[str, RawTensor]:
         entry, (offset, length) = item
-        return entry.name, _apply_tensor(old[entry.name], entry, view[offset : offset + length])
+        tensor = old[entry.name]
+        found = digests[entry.name] if digests is not None else digest(tensor.data)
+        return entry.name, _apply_tensor(tensor, found, entry, view[offset : offset + length])
 
     return dict(parallel(apply, zip(info.entries, info.spans, strict=True)))
 
 
-def _apply_tensor(tensor: RawTensor, entry: TensorEntry, payload: memoryview) -> RawTensor:
-    found = digest(tensor.data)
+def _apply_tensor(tensor: RawTensor, found: str, entry: TensorEntry, payload: memoryview) -> RawTensor:
     if found == entry.digest_after:
         return tensor
     if found != entry.digest_before:
@@ -165,6 +169,11 @@ def check_same_tensors(old: Weights, new: Weights) -> None:
             raise TensorTypeError(f"tensor {name!r} changed its shape from {before.shape} to {tensor.shape}")
         if before.dtype != tensor.dtype:
             raise TensorTypeError(f"tensor {name!r} changed its type from {before.dtype} to {tensor.dtype}")
+
+
+def digests_of(weights: Weights) -> dict[str, str]:
+    """Digest of every tensor. CPU-bound."""
+    return dict(zip(weights, parallel(lambda name: digest(weights[name].data), weights), strict=True))
 
 
 def parallel(function: Callable[[A], B], items: Iterable[A]) -> list[B]:

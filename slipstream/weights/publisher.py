@@ -9,9 +9,9 @@ import numpy as np
 
 from slipstream.blobs import BlobStore, put_blob
 from slipstream.clock import Clock, SystemClock
-from slipstream.delta.container import check_same_tensors, encode_delta, parallel
-from slipstream.delta.tensors import RawTensor, Weights, digest, safetensors_bytes, size_bytes
-from slipstream.errors import ConfigError
+from slipstream.delta.container import check_same_tensors, digests_of, encode_delta, parallel
+from slipstream.delta.tensors import Weights, safetensors_bytes, size_bytes
+from slipstream.errors import ConfigError, IntegrityError
 from slipstream.v1.common_pb2 import Version
 from slipstream.v1.weights_pb2 import (
     VERSION_KIND_ANCHOR,
@@ -20,7 +20,7 @@ from slipstream.v1.weights_pb2 import (
     Shard,
     TensorEntry,
 )
-from slipstream.weights.manifest import FORMAT, size_of
+from slipstream.weights.manifest import FORMAT, order, size_of, tensors_of, version_str
 from slipstream.weights.shards import split
 
 
@@ -43,7 +43,11 @@ class Published:
 class Publisher:
     """Knows what replicas hold (`reference`) and publishes differences to it.
 
-    Weights that are handed over become the reference: they must not be written to afterwards.
+    Weights that are handed over become the reference, without a copy. Writing to them afterwards is found
+    out at the next delta, and refused.
+
+    A publication that failed can be repeated: the same weights make the same manifest, down to its time, so
+    a commit whose answer was lost is recognised.
     """
 
     def __init__(
@@ -65,6 +69,10 @@ class Publisher:
         self._clock = clock or SystemClock()
         self.reference: Weights | None = None
         self.version: Version | None = None
+        self._digests: dict[str, str] = {}
+        """Digest of every tensor of the reference when it was published."""
+        self._attempt: Manifest | None = None
+        """Manifest whose commit was tried last and did not succeed."""
 
     async def publish_anchor(self, version: Version, weights: Weights) -> Published:
         """Publishes a full snapshot."""
@@ -74,12 +82,18 @@ class Publisher:
         """Publishes the difference to the reference.
 
         Raises:
-            ConfigError: nothing was published before, or tensors differ in name, shape or type.
+            ConfigError: nothing was published before, the version is not newer, or tensors differ in name,
+                shape or type.
+            IntegrityError: the reference was written to.
             ConflictError: someone else published this version.
             FencedError: another trainer has taken the run over.
         """
         if self.reference is None:
             raise ConfigError("a delta needs an anchor before it")
+        if self.version is not None and order(version) <= order(self.version):
+            raise ConfigError(
+                f"version {version_str(version)} is not newer than the published {version_str(self.version)}"
+            )
         check_same_tensors(self.reference, weights)
         return await self._publish(version, weights, self.reference)
 
@@ -93,22 +107,37 @@ class Publisher:
         refs = await asyncio.gather(*(put_blob(self._blobs, data, sha256=sha) for data, sha, _ in encoded))
         upload_s = self._clock.monotonic() - began
 
+        shards = [Shard(blob=ref, tensors=e) for ref, (_, _, e) in zip(refs, encoded, strict=True)]
+        manifest = self._manifest(version, shards, weights, old)
+        self._attempt = manifest
+        began = self._clock.monotonic()
+        await self._commit(manifest)
+        commit_s = self._clock.monotonic() - began
+        self.reference, self.version, self._attempt = weights, version, None
+        self._digests = {entry.name: entry.digest_after for entry in tensors_of(manifest)}
+        size = size_of(manifest)
+        return Published(manifest, size, size_bytes(weights), changed, encode_s, upload_s, commit_s)
+
+    def _manifest(
+        self, version: Version, shards: list[Shard], weights: Weights, old: Weights | None
+    ) -> Manifest:
         manifest = Manifest(
             format=FORMAT,
             run_id=self._run_id,
             version=version,
             kind=VERSION_KIND_ANCHOR if old is None else VERSION_KIND_DELTA,
             parent=None if old is None else self.version,
-            shards=[Shard(blob=ref, tensors=e) for ref, (_, _, e) in zip(refs, encoded, strict=True)],
+            shards=shards,
             full_size_bytes=size_bytes(weights),
             created_unix_s=self._clock.unix(),
         )
-        began = self._clock.monotonic()
-        await self._commit(manifest)
-        commit_s = self._clock.monotonic() - began
-        self.reference, self.version = weights, version
-        size = size_of(manifest)
-        return Published(manifest, size, size_bytes(weights), changed, encode_s, upload_s, commit_s)
+        if self._attempt is not None:
+            again = Manifest()
+            again.CopyFrom(manifest)
+            again.created_unix_s = self._attempt.created_unix_s
+            if again == self._attempt:
+                return again
+        return manifest
 
     def _encode(self, weights: Weights, old: Weights | None) -> list[tuple[bytes, str, list[TensorEntry]]]:
         """(bytes, SHA-256, entries) per shard."""
@@ -118,20 +147,27 @@ class Publisher:
                 data, entries = safetensors_bytes(shard, {"format": "pt"}), anchor_entries(shard)
             else:
                 data, entries = encode_delta({name: old[name] for name in shard}, shard, self._codec)
+                self._check_reference(entries)
             result.append((data, hashlib.sha256(data).hexdigest(), entries))
         return result
+
+    def _check_reference(self, entries: list[TensorEntry]) -> None:
+        for entry in entries:
+            if entry.digest_before != self._digests[entry.name]:
+                raise IntegrityError(
+                    f"tensor {entry.name!r} was written to after its version was published; "
+                    "hand over arrays that nothing else writes to"
+                )
 
 
 def anchor_entries(weights: Weights) -> list[TensorEntry]:
     """Entries of an anchor's shard."""
 
-    def entry(item: tuple[str, RawTensor]) -> TensorEntry:
-        name, tensor = item
-        return TensorEntry(
-            name=name, dtype=tensor.dtype, shape=tensor.shape, digest_after=digest(tensor.data)
-        )
-
-    return parallel(entry, weights.items())
+    digests = digests_of(weights)
+    return [
+        TensorEntry(name=name, dtype=tensor.dtype, shape=tensor.shape, digest_after=digests[name])
+        for name, tensor in weights.items()
+    ]
 
 
 def changed_share(old: Weights, new: Weights) -> float:

@@ -2,19 +2,20 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.blobs import BlobStore, get_blob
 from slipstream.clock import Clock, SystemClock
-from slipstream.delta.container import apply_delta, parallel
-from slipstream.delta.tensors import RawTensor, Weights, digest, parse_safetensors
-from slipstream.errors import ConfigError, IntegrityError, NotFoundError
+from slipstream.delta.container import apply_delta, digests_of, read_info
+from slipstream.delta.tensors import RawTensor, Weights, parse_safetensors
+from slipstream.errors import ConfigError, IntegrityError, NotFoundError, WrongBaseError
 from slipstream.v1.common_pb2 import BlobRef, Version
 from slipstream.v1.weights_pb2 import VERSION_KIND_ANCHOR, Manifest, Shard
 from slipstream.weights.manifest import tensors_of, version_str
 
 _log = logging.getLogger(__name__)
+_FETCHES = 8
 
 Plan = Callable[[str, Version | None, Version | None], Awaitable[Sequence[Manifest]]]
 
@@ -31,7 +32,20 @@ class Pulled:
     """Names of the tensors that did."""
     fetched_bytes: int
     fetch_s: float
+    """Seconds spent waiting for blobs; decoding goes on while the next ones come."""
     decode_s: float
+
+
+@dataclass
+class _State:
+    """Weights on their way from one version to another."""
+
+    weights: dict[str, RawTensor]
+    digests: dict[str, str]
+    """Digest of every tensor in `weights`."""
+    fetched_bytes: int = 0
+    fetch_s: float = 0.0
+    decode_s: float = 0.0
 
 
 class Puller:
@@ -43,6 +57,7 @@ class Puller:
             plan: asks weightsync for manifests from (run, version held or None) to (target or None).
         """
         self._blobs, self._plan, self._clock = blobs, plan, clock or SystemClock()
+        self._slots = asyncio.Semaphore(_FETCHES)
         self.weights: Weights | None = None
         self.version: Version | None = None
         self.run_id = ""
@@ -54,8 +69,9 @@ class Puller:
     async def pull(self, run_id: str, target: Version | None = None) -> Pulled | None:
         """Fetches, verifies and decodes a version; None when the replica holds it already.
 
-        When a delta does not fit what the replica holds, or a blob stays damaged or is gone, it goes by
-        way of an anchor.
+        Only shards with a tensor that the replica does not hold yet are fetched. When a delta does not fit
+        what the replica holds, or a blob stays damaged or is gone, it goes by way of an anchor. The weights
+        held are not touched in any case.
 
         Raises:
             NotFoundError: there is no such version, or no way to it.
@@ -64,117 +80,151 @@ class Puller:
         """
         have = self.version if self.run_id == run_id else None
         try:
-            manifests = await self._plan(run_id, have, target)
-            return await self._apply(run_id, manifests)
+            return await self._follow(run_id, await self._plan(run_id, have, target))
         except (IntegrityError, NotFoundError) as error:
             if have is None:
                 raise
             _log.warning("%s; going back to an anchor", error)
-        return await self._apply(run_id, await self._plan(run_id, None, target))
+        return await self._follow(run_id, await self._plan(run_id, None, target))
 
     def accept(self, pulled: Pulled) -> None:
         """Says that the engine serves the pulled version now."""
         self.weights, self.version, self.run_id = pulled.weights, pulled.version, pulled.run_id
 
-    async def _apply(self, run_id: str, manifests: Sequence[Manifest]) -> Pulled | None:
+    async def _follow(self, run_id: str, manifests: Sequence[Manifest]) -> Pulled | None:
         if not manifests:
             return None
-        weights, size, fetch_s, decode_s = self.weights, 0, 0.0, 0.0
-        for manifest in manifests:
-            began = self._clock.monotonic()
-            blobs = await asyncio.gather(*(self._fetch(shard.blob) for shard in manifest.shards))
-            fetched = self._clock.monotonic()
-            weights = await asyncio.to_thread(decode, manifest, blobs, weights)
-            fetch_s += fetched - began
-            decode_s += self._clock.monotonic() - fetched
-            size += sum(map(len, blobs))
-        assert weights is not None
-        held = self.weights or {}
-        changed = [name for name, tensor in weights.items() if held.get(name) is not tensor]
-        return Pulled(run_id, manifests[-1].version, weights, changed, size, fetch_s, decode_s)
+        began = self._clock.monotonic()
+        held = dict(self.weights or {})
+        digests = await asyncio.to_thread(digests_of, held)
+        wanted = select(manifests, {n: (t.dtype, t.shape) for n, t in held.items()}, digests)
+        state = _State(held, dict(digests), decode_s=self._clock.monotonic() - began)
+        await self._apply_all(list(zip(manifests, wanted, strict=True)), state)
+        changed = [name for name in state.weights if digests.get(name) != state.digests[name]]
+        return Pulled(
+            run_id,
+            manifests[-1].version,
+            state.weights,
+            changed,
+            state.fetched_bytes,
+            state.fetch_s,
+            state.decode_s,
+        )
+
+    async def _apply_all(self, steps: list[tuple[Manifest, list[Shard]]], state: _State) -> None:
+        """Decodes one version while the blobs of the next one come in."""
+        coming = asyncio.create_task(self._fetch_all(steps[0][1]))
+        try:
+            for index, (manifest, shards) in enumerate(steps):
+                began = self._clock.monotonic()
+                blobs = await coming
+                fetched = self._clock.monotonic()
+                if index + 1 < len(steps):
+                    coming = asyncio.create_task(self._fetch_all(steps[index + 1][1]))
+                await asyncio.to_thread(_apply, manifest, shards, blobs, state)
+                state.fetch_s += fetched - began
+                state.decode_s += self._clock.monotonic() - fetched
+                state.fetched_bytes += sum(map(len, blobs))
+        finally:
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)
+
+    async def _fetch_all(self, shards: Sequence[Shard]) -> list[bytes]:
+        tasks = [asyncio.create_task(self._fetch(shard.blob)) for shard in shards]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _fetch(self, ref: BlobRef) -> bytes:
-        try:
+        async with self._slots:
+            try:
+                return await get_blob(self._blobs, ref)
+            except (IntegrityError, NotFoundError) as error:
+                _log.warning("%s; fetching it again", error)
             return await get_blob(self._blobs, ref)
-        except IntegrityError as error:
-            _log.warning("%s; fetching it again", error)
-        return await get_blob(self._blobs, ref)
 
 
-def decode(manifest: Manifest, blobs: Sequence[bytes], held: Weights | None) -> dict[str, RawTensor]:
-    """Weights of a version from its blobs and the weights held. CPU-bound.
+def select(
+    manifests: Sequence[Manifest],
+    held: Mapping[str, tuple[str, tuple[int, ...]]],
+    digests: Mapping[str, str],
+) -> list[list[Shard]]:
+    """Per manifest, the shards that must be fetched: those with a tensor that is not there yet. Pure.
 
-    Tensors of an anchor that the replica holds already are taken from `held`, so that their identity says
-    that nothing changed.
+    Args:
+        held: type and shape of every tensor held; empty when nothing is.
+        digests: of the tensors held.
 
     Raises:
-        IntegrityError, WrongBaseError: bytes are not those promised.
-        ConfigError: the tensors are not those held.
+        ConfigError: the version's tensors are not those that are held.
+        WrongBaseError: a delta fits neither before nor after it.
     """
-    anchor = manifest.kind == VERSION_KIND_ANCHOR
-    if held is not None:
-        _check_names(manifest, held)
-    elif not anchor:
-        raise IntegrityError(f"version {version_str(manifest.version)} is a delta, and nothing is held")
-    weights: dict[str, RawTensor] = {}
-    for shard, blob in zip(manifest.shards, blobs, strict=True):
-        if anchor:
-            weights.update(_from_anchor(shard, blob, held or {}))
-        else:
-            assert held is not None
-            weights.update(apply_delta({e.name: held[e.name] for e in shard.tensors}, blob))
-    _check_promises(manifest, weights, verified=not anchor)
-    return {name: weights[name] for name in (held or weights)}
-
-
-def _from_anchor(shard: Shard, blob: bytes, held: Weights) -> dict[str, RawTensor]:
-    stored = parse_safetensors(blob, what=f"anchor blob {shard.blob.key}")
-    promised = {entry.name: entry.digest_after for entry in shard.tensors}
-    if stored.keys() != promised.keys():
-        raise IntegrityError(f"anchor blob {shard.blob.key} does not hold the tensors of its manifest")
-
-    def choose(name: str) -> RawTensor:
-        tensor = stored[name]
-        if digest(tensor.data) != promised[name]:
-            raise IntegrityError(f"anchor blob {shard.blob.key}: tensor {name!r} has not the promised digest")
-        mine = held.get(name)
-        same = (
-            mine is not None
-            and (mine.dtype, mine.shape) == (tensor.dtype, tensor.shape)
-            and mine.data.nbytes == tensor.data.nbytes
-            and digest(mine.data) == promised[name]
+    now = dict(digests)
+    wanted = []
+    for manifest in manifests:
+        if held:
+            _check_model(manifest, held)
+        if manifest.kind != VERSION_KIND_ANCHOR:
+            _check_base(manifest, now)
+        wanted.append(
+            [s for s in manifest.shards if any(now.get(e.name) != e.digest_after for e in s.tensors)]
         )
-        return mine if same and mine is not None else tensor
+        now = {entry.name: entry.digest_after for entry in tensors_of(manifest)}
+    return wanted
 
-    return dict(zip(stored, parallel(choose, stored), strict=True))
 
-
-def _check_names(manifest: Manifest, held: Weights) -> None:
-    names = {entry.name for entry in tensors_of(manifest)}
-    if names != held.keys():
-        name = min(names ^ held.keys())
+def _check_model(manifest: Manifest, held: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    entries = {entry.name: (entry.dtype, tuple(entry.shape)) for entry in tensors_of(manifest)}
+    if entries.keys() != held.keys():
+        name = min(entries.keys() ^ held.keys())
         where = "the engine's model" if name in held else f"version {version_str(manifest.version)}"
         raise ConfigError(f"tensor {name!r} is only in {where}: trainer and engine run different models")
-    for entry in tensors_of(manifest):
-        mine = held[entry.name]
-        if (mine.dtype, mine.shape) != (entry.dtype, tuple(entry.shape)):
+    for name, kind in entries.items():
+        if kind != held[name]:
             raise ConfigError(
-                f"tensor {entry.name!r} is {entry.dtype} {tuple(entry.shape)} in the version and "
-                f"{mine.dtype} {mine.shape} in the engine: trainer and engine run different models"
+                f"tensor {name!r} is {kind[0]} {list(kind[1])} in version {version_str(manifest.version)}, "
+                f"{held[name][0]} {list(held[name][1])} in the engine: they run different models"
             )
 
 
-def _check_promises(manifest: Manifest, weights: Weights, *, verified: bool) -> None:
-    """A delta file's own digests were checked when it was applied; here, that they are the manifest's."""
-    entries = list(tensors_of(manifest))
-    if {entry.name for entry in entries} != weights.keys():
-        raise IntegrityError(f"the blobs of version {version_str(manifest.version)} hold other tensors")
-    if not verified:
-        return
+def _check_base(manifest: Manifest, digests: Mapping[str, str]) -> None:
+    for entry in tensors_of(manifest):
+        if digests.get(entry.name) not in (entry.digest_before, entry.digest_after):
+            raise WrongBaseError(
+                f"tensor {entry.name!r}: the weights held are not those that version "
+                f"{version_str(manifest.version)} was made from"
+            )
 
-    def check(index: int) -> None:
-        entry = entries[index]
-        if digest(weights[entry.name].data) != entry.digest_after:
-            raise IntegrityError(f"tensor {entry.name!r} has not the digest that its manifest promises")
 
-    parallel(check, range(len(entries)))
+def _apply(manifest: Manifest, shards: Sequence[Shard], blobs: Sequence[bytes], state: _State) -> None:
+    """Brings the state to the manifest's version. CPU-bound.
+
+    Raises:
+        IntegrityError, WrongBaseError: bytes are not those promised.
+    """
+    for shard, blob in zip(shards, blobs, strict=True):
+        if manifest.kind == VERSION_KIND_ANCHOR:
+            _apply_anchor(shard, blob, state)
+        else:
+            _apply_delta(shard, blob, state)
+        state.digests.update((entry.name, entry.digest_after) for entry in shard.tensors)
+
+
+def _apply_anchor(shard: Shard, blob: bytes, state: _State) -> None:
+    stored = parse_safetensors(blob, what=f"anchor blob {shard.blob.key}")
+    promised = {entry.name: (entry.dtype, tuple(entry.shape), entry.digest_after) for entry in shard.tensors}
+    digests = digests_of(stored)
+    if {name: (t.dtype, t.shape, digests[name]) for name, t in stored.items()} != promised:
+        raise IntegrityError(f"anchor blob {shard.blob.key} does not hold the tensors of its manifest")
+    for name, tensor in stored.items():
+        if state.digests.get(name) != digests[name]:
+            state.weights[name] = tensor
+
+
+def _apply_delta(shard: Shard, blob: bytes, state: _State) -> None:
+    if read_info(blob).entries != list(shard.tensors):
+        raise IntegrityError(f"delta blob {shard.blob.key} does not hold the tensors of its manifest")
+    base = {entry.name: state.weights[entry.name] for entry in shard.tensors}
+    state.weights.update(apply_delta(base, blob, state.digests))
