@@ -308,7 +308,7 @@ def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, file.get_tensor(name)
 
 
-def _pack_again(model: torch.nn.Module) -> None:
+def _pack_again(model: Any) -> None:
     """A head that is tied to the embedding has a packed form of its own, which a reload leaves as it was."""
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -325,7 +325,8 @@ def _shapes(path: str) -> Iterator[dict[str, list[int]]]:
 def _unpacked(module: Any, weight: torch.Tensor) -> torch.Tensor:
     columns = getattr(module, "input_size_per_partition", None) or module.embedding_dim
     identity = torch.eye(columns, dtype=weight.dtype)
-    return module.cpu_linear(identity, weight, None).T
+    columns_first: torch.Tensor = module.cpu_linear(identity, weight, None)
+    return columns_first.T
 
 
 def _split(
@@ -337,4 +338,4 @@ def _split(
     names = [f"{parent}.{part}.{key}" for part in fused.get(last, [])]
     if not names or any(n not in shapes for n in names):
         return {name: tensor}
-    return dict(zip(names, tensor.split([shapes[n][0] for n in names]), strict=True))
+    return dict(zip(names, torch.split(tensor, [shapes[n][0] for n in names]), strict=True))

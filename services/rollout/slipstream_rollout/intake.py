@@ -36,7 +36,10 @@ class Intake:
     async def run(self, stop: asyncio.Event) -> None:
         """Works until `stop` is set, then finishes what it has. Cancelled, it leaves the prompts in hand
         uncommitted: they will be delivered again."""
-        consumer = await self._bus.subscribe([topics.PROMPTS.full_name(self._namespace)], group=self._group)
+        # As a static member, a replica that was killed and is back goes on at once with its partitions.
+        consumer = await self._bus.subscribe(
+            [topics.PROMPTS.full_name(self._namespace)], group=self._group, member=self._sampler.replica_id
+        )
         try:
             while not stop.is_set():
                 await self._take(consumer)

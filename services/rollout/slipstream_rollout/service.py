@@ -11,7 +11,6 @@ import grpc.aio
 from slipstream import topics
 from slipstream.bus.events import ensure_topics, publish
 from slipstream.delta.tensors import load_checkpoint
-from slipstream.errors import RetryableError
 from slipstream.rpc import call, make_channel
 from slipstream.service import Context
 from slipstream.v1.common_pb2 import Version
@@ -59,7 +58,7 @@ def open_engine(settings: RolloutSettings, directory: Path) -> Engine:
     return VllmEngine(directory, settings)
 
 
-class RolloutService(RolloutServiceServicer):  # type: ignore[misc]
+class RolloutService(RolloutServiceServicer):
     """One replica."""
 
     def __init__(self, context: Context[RolloutSettings]) -> None:
@@ -67,7 +66,7 @@ class RolloutService(RolloutServiceServicer):  # type: ignore[misc]
         self._bus, self._clock = context.bus, context.clock
         self._namespace = context.common.namespace
         self._started = self._clock.monotonic()
-        self._ready = False
+        self._updates: Updates | None = None
         self._stop_intake = asyncio.Event()
         self._drained = asyncio.Event()
         self._engine: Engine | None = None
@@ -80,16 +79,18 @@ class RolloutService(RolloutServiceServicer):  # type: ignore[misc]
     async def start(self) -> None:
         settings = self._settings
         directory = await asyncio.to_thread(find_model, settings.model)
+        await ensure_topics(self._bus, self._context.common)
+        await self._publish_status()
         self._channel = make_channel(self._context.common.weightsync_target)
         self._weightsync = WeightSyncServiceStub(self._channel)
-        self._engine = open_engine(settings, directory)
+        self._engine = await asyncio.to_thread(open_engine, settings, directory)
         await self._engine.start()
         _log.info("engine %s holds %s", self._engine.name, directory)
         puller = Puller(self._context.blobs, self._plan)
         puller.seed(await asyncio.to_thread(load_checkpoint, directory))
         tokens = await asyncio.to_thread(Tokens, directory)
         self._sampler = Sampler(self._engine, tokens, settings.replica_id)
-        self._updates = Updates(
+        updates = Updates(
             self._engine,
             puller,
             self._clock,
@@ -97,14 +98,14 @@ class RolloutService(RolloutServiceServicer):  # type: ignore[misc]
             poll_s=settings.poll_versions_s,
             version_wait_s=settings.version_wait_s,
         )
-        self._gate = RunGate(self._updates.ensure, self._updates.refresh, self._clock)
+        self._gate = RunGate(updates.ensure, updates.refresh, self._clock)
         self._intake = Intake(
             self._context, self._gate, self._sampler, max_groups=settings.max_concurrent_groups
         )
-        await ensure_topics(self._bus, self._context.common)
-        self._ready = True
+        self._updates = updates
 
     async def run(self) -> None:
+        assert self._updates is not None  # start() has returned
         side = [
             asyncio.ensure_future(self._heartbeats()),
             asyncio.ensure_future(self._updates.run()),
@@ -168,7 +169,7 @@ class RolloutService(RolloutServiceServicer):  # type: ignore[misc]
             uptime_s=self._clock.monotonic() - self._started,
             swap=swap,
         )
-        if not self._ready:
+        if self._updates is None:
             status.detail = "loading the model"
             return status
         draining = self._stop_intake.is_set()
@@ -186,7 +187,6 @@ class RolloutService(RolloutServiceServicer):  # type: ignore[misc]
     # gRPC
 
     async def Generate(self, request: GenerateRequest, context: Any) -> GenerateResponse:
-        self._refuse_unless_ready()
         async with self._gate.enter(request.prompt.run_id):
             return GenerateResponse(rollout=await self._sampler.sample(request.prompt))
 
@@ -196,11 +196,6 @@ class RolloutService(RolloutServiceServicer):  # type: ignore[misc]
         return GetReplicaStatusResponse(status=self._status())
 
     async def Drain(self, request: DrainRequest, context: Any) -> DrainResponse:
-        self._refuse_unless_ready()
         self._stop_intake.set()
         await self._drained.wait()
         return DrainResponse()
-
-    def _refuse_unless_ready(self) -> None:
-        if not self._ready:
-            raise RetryableError(f"replica {self._settings.replica_id} is still loading its model")

@@ -18,7 +18,7 @@ from slipstream.clock import SystemClock
 from slipstream.delta.tensors import Weights, load_checkpoint
 from slipstream.rpc import make_server
 from slipstream.service import Context
-from slipstream.settings import CommonSettings
+from slipstream.settings import CommonSettings, load
 from slipstream.v1.common_pb2 import Version
 from slipstream.v1.rollout_pb2 import PromptGroup, RolloutGroup, SamplingParams, TokenPrompt
 from slipstream.v1.weight_sync_service_pb2 import PlanUpdateResponse
@@ -44,7 +44,7 @@ def weights(models: list[Path]) -> list[Weights]:
     return [load_checkpoint(directory) for directory in models]
 
 
-class Versions(WeightSyncServiceServicer):  # type: ignore[misc,unused-ignore]
+class Versions(WeightSyncServiceServicer):
     """What weightsync knows and answers, for any number of runs."""
 
     def __init__(self, blobs: MemoryStore) -> None:
@@ -79,7 +79,6 @@ class Replica:
     def __init__(self, log: MemoryLog, blobs: MemoryStore, versions: Versions, model: Path) -> None:
         self.log, self.blobs, self.versions, self._model = log, blobs, versions, model
         self.bus = MemoryBus(log)
-        self.common = CommonSettings(namespace="test")
         self.stopping = asyncio.Event()
 
     async def start(self, **settings: Any) -> None:
@@ -87,12 +86,21 @@ class Replica:
         add_WeightSyncServiceServicer_to_server(self.versions, self._weightsync)
         port = self._weightsync.add_insecure_port("127.0.0.1:0")
         await self._weightsync.start()
-        self.common = CommonSettings(namespace="test", weightsync_target=f"127.0.0.1:{port}")
-        values = {"model": str(self._model), "engine": "torch", "max_model_len": 400, "heartbeat_s": 0.1}
+        self.common = load(
+            CommonSettings,
+            {"SLIPSTREAM_NAMESPACE": "test", "SLIPSTREAM_WEIGHTSYNC_TARGET": f"127.0.0.1:{port}"},
+        )
+        values = {
+            "model": self._model,
+            "engine": "torch",
+            "max_model_len": 400,
+            "heartbeat_s": 0.1,
+        } | settings
+        env = {f"SLIPSTREAM_ROLLOUT_{name.upper()}": str(value) for name, value in values.items()}
         self.context = Context(
             "rollout",
             self.common,
-            RolloutSettings(**(values | settings)),
+            load(RolloutSettings, env),
             self.bus,
             self.blobs,
             SystemClock(),

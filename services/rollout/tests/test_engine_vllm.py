@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import pytest_asyncio
 from slipstream_rollout.engine import Engine, Sampled, Sampling
@@ -18,6 +19,7 @@ from slipstream_rollout.settings import RolloutSettings
 
 from slipstream.delta.tensors import RawTensor, Weights
 from slipstream.errors import ConfigError
+from slipstream.settings import load
 
 pytestmark = [
     pytest.mark.vllm,
@@ -32,9 +34,8 @@ GREEDY = Sampling(max_tokens=24, temperature=0)
 
 
 async def start(model: Path, work: Path) -> Engine:
-    settings = RolloutSettings(
-        model=str(model), work_dir=work, max_model_len=512, kv_cache_gib=0.25, threads="nobind"
-    )
+    env = {"MODEL": model, "WORK_DIR": work, "MAX_MODEL_LEN": 512, "KV_CACHE_GIB": 0.25, "THREADS": "nobind"}
+    settings = load(RolloutSettings, {f"SLIPSTREAM_ROLLOUT_{k}": str(v) for k, v in env.items()})
     engine = open_engine(settings, model)
     await engine.start()
     return engine
@@ -47,7 +48,7 @@ async def engine(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -
     await engine.close()
 
 
-def as_floats(tensor: RawTensor) -> np.ndarray:
+def as_floats(tensor: RawTensor) -> npt.NDArray[np.float32]:
     """bf16 as float32: -0 equals 0, everything else is compared bit for bit."""
     assert tensor.dtype == "BF16"
     return (tensor.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
