@@ -114,6 +114,9 @@ async def serve(
         names = service.register(server)
         _add_health(server, healthy, names)
         port = _bind(server, name, settings)
+        # The servicer calls everything healthy from the first moment on.
+        for each in ("", *names):
+            await healthy.set(each, health_pb2.HealthCheckResponse.NOT_SERVING)
         try:
             await server.start()
             if await _start(context, service):
