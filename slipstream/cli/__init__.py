@@ -8,6 +8,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from slipstream.cli import doctor, local
+from slipstream.cli.delta import delta
 from slipstream.cli.run import run
 from slipstream.errors import ConfigError, FencedError, SlipstreamError
 
@@ -45,3 +46,4 @@ app.command()(run)
 app.command()(doctor.doctor)
 app.command()(local.init)
 app.add_typer(local.model, name="model")
+app.add_typer(delta, name="delta")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ DTYPES = tuple(_BITS)
 """Type names that safetensors knows."""
 
 _MAX_HEADER = 100 * 1024 * 1024
+_METADATA = "__metadata__"
 _INDEX = "model.safetensors.index.json"
 
 
@@ -93,54 +94,73 @@ def size_bytes(weights: Weights) -> int:
     return sum(tensor.data.nbytes for tensor in weights.values())
 
 
+class Place(NamedTuple):
+    """Where a tensor is in a safetensors file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    """First byte, counted from the end of the header."""
+    end: int
+
+
 def parse_safetensors(buffer: Buffer, *, what: str = "safetensors data") -> dict[str, RawTensor]:
-    """Tensors of a safetensors file, as views of the buffer.
+    """Tensors of a safetensors file, in the order of their bytes, as views of the buffer.
 
     Raises:
         IntegrityError: the bytes are not a well-formed safetensors file.
     """
-    data = np.frombuffer(buffer, dtype=np.uint8)
-    header, start = _header(data, what)
-    body = data[start:]
-    spans: list[tuple[int, int]] = []
-    tensors: dict[str, RawTensor] = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            if not all(type(n) is int for n in (*shape, begin, end)):
-                raise TypeError("not whole numbers")
-        except (TypeError, KeyError, ValueError):
-            raise IntegrityError(f"{what}: the header's entry for {name!r} is malformed") from None
-        if not 0 <= begin <= end <= body.nbytes:
-            raise IntegrityError(f"{what}: tensor {name!r} reaches beyond the file")
-        try:
-            tensors[name] = RawTensor(dtype, shape, body[begin:end])
-        except ConfigError as error:
-            raise IntegrityError(f"{what}: tensor {name!r}: {error}") from None
-        spans.append((begin, end))
-    _check_tiles(spans, body.nbytes, what)
-    return tensors
+    places, start = read_layout(buffer, what=what)
+    body = np.frombuffer(buffer, dtype=np.uint8)[start:]
+    if (end := places[-1].end if places else 0) != body.nbytes:
+        raise IntegrityError(f"{what}: there are {body.nbytes} bytes of data, the header speaks of {end}")
+    return {p.name: RawTensor(p.dtype, p.shape, body[p.begin : p.end]) for p in places}
 
 
-def _check_tiles(spans: list[tuple[int, int]], total: int, what: str) -> None:
-    """As the format demands: tensors follow each other without holes, and nothing follows the last."""
-    place = 0
-    for begin, end in sorted(spans):
-        if begin != place:
-            raise IntegrityError(
-                f"{what}: tensors overlap or leave a hole at byte {min(begin, place)} of the data"
-            )
-        place = end
-    if place != total:
-        raise IntegrityError(f"{what}: {total - place} bytes follow the last tensor")
+def read_layout(buffer: Buffer, *, what: str = "safetensors data") -> tuple[list[Place], int]:
+    """Tensors by ascending place, and where the header ends. Needs no more than the header.
+
+    Raises:
+        IntegrityError: the header is malformed, or tensors overlap or leave holes.
+    """
+    header, start = _header(np.frombuffer(buffer, dtype=np.uint8), what)
+    places = [_place(name, item, what) for name, item in header.items() if name != _METADATA]
+    places.sort(key=lambda place: (place.begin, place.end))
+    end = 0
+    for place in places:
+        if place.begin != end:
+            raise IntegrityError(f"{what}: tensor {place.name!r} does not begin where the one before ends")
+        end = place.end
+    return places, start
+
+
+def _place(name: str, item: Any, what: str) -> Place:
+    try:
+        dtype, shape, (begin, end) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
+        if not all(type(n) is int for n in (*shape, begin, end)):
+            raise TypeError("shape and offsets must be whole numbers")
+        if begin < 0 or end - begin != tensor_bytes(dtype, shape):
+            raise ValueError(f"{dtype} {list(shape)} does not fit its place")
+    except (TypeError, KeyError, ValueError) as error:
+        raise IntegrityError(f"{what}: the header's entry for {name!r} is malformed: {error}") from None
+    return Place(name, dtype, shape, begin, end)
 
 
 def read_metadata(buffer: Buffer, *, what: str = "safetensors data") -> dict[str, str]:
     """The `__metadata__` of a safetensors file; empty when there is none."""
     header, _ = _header(np.frombuffer(buffer, dtype=np.uint8), what)
-    return dict(header.get("__metadata__", {}))
+    return dict(header.get(_METADATA, {}))
+
+
+def header_bytes(buffer: Buffer, *, what: str = "safetensors data") -> bytes:
+    """Length and header of a safetensors file as they stand.
+
+    Raises:
+        IntegrityError: malformed.
+    """
+    data = np.frombuffer(buffer, dtype=np.uint8)
+    return data[: _header(data, what)[1]].tobytes()
 
 
 def _header(data: Bytes, what: str) -> tuple[dict[str, Any], int]:
@@ -150,10 +170,10 @@ def _header(data: Bytes, what: str) -> tuple[dict[str, Any], int]:
     if length > min(data.nbytes - 8, _MAX_HEADER):
         raise IntegrityError(f"{what}: the header is longer than the file")
     try:
-        header = json.loads(data[8 : 8 + length].tobytes(), object_pairs_hook=_unique)
+        header = json.loads(data[8 : 8 + length].tobytes().decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError):
         raise IntegrityError(f"{what}: the header is not JSON, or names a tensor twice") from None
-    if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
+    if not isinstance(header, dict) or not isinstance(header.get(_METADATA, {}), dict):
         raise IntegrityError(f"{what}: the header is not a JSON object")
     return header, 8 + length
 
@@ -167,7 +187,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def safetensors_header(weights: Weights, metadata: Mapping[str, str] | None = None) -> bytes:
     """Length and header of a safetensors file that holds the tensors in the mapping's order."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     offset = 0
     for name, tensor in weights.items():
         end = offset + tensor.data.nbytes

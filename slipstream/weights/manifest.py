@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from slipstream.delta.tensors import tensor_bytes
 from slipstream.errors import ConfigError, IntegrityError, NotFoundError
 from slipstream.v1.common_pb2 import Version
 from slipstream.v1.weights_pb2 import (
@@ -95,6 +96,8 @@ def parse_manifest(data: bytes, key: str) -> Manifest:
         check_manifest(manifest)
     except ConfigError as error:
         raise IntegrityError(f"manifest {key}: {error}") from None
+    if version_key(manifest.run_id, manifest.version) != key:
+        raise IntegrityError(f"manifest {key} is for {manifest.run_id} {version_str(manifest.version)}")
     return manifest
 
 
@@ -123,14 +126,18 @@ def check_manifest(manifest: Manifest) -> None:
 
 def _check_tensors(manifest: Manifest, delta: bool) -> None:
     seen: set[str] = set()
+    size = 0
     for tensor in tensors_of(manifest):
         if tensor.name in seen:
             raise ConfigError(f"tensor {tensor.name!r} is named twice")
         seen.add(tensor.name)
         if not tensor.digest_after or bool(tensor.digest_before) != delta or bool(tensor.codec) != delta:
             raise ConfigError(f"tensor {tensor.name!r} lacks, or must not have, a digest before or a codec")
+        size += tensor_bytes(tensor.dtype, tensor.shape)
     if not seen:
         raise ConfigError("a version must hold tensors")
+    if size != manifest.full_size_bytes:
+        raise ConfigError(f"the tensors take {size} bytes, full_size_bytes is {manifest.full_size_bytes}")
 
 
 def check_follows(manifest: Manifest, parent: Manifest) -> None:

@@ -27,7 +27,7 @@ def plan(manifests: Iterable[Manifest], have: Version | None, target: Version | 
         NotFoundError: there is no such target, or no way to it.
     """
     known = {order(m.version): m for m in manifests}
-    if not known:
+    if not known and target is None:
         raise NotFoundError("the run has no version yet")
     goal = order(target) if target is not None else max(known)
     held = order(have) if have is not None else None

@@ -9,7 +9,7 @@ import grpc.aio
 
 from slipstream import topics
 from slipstream.bus.events import ensure_topics, parse, publish
-from slipstream.errors import PoisonMessageError
+from slipstream.errors import IntegrityError, NotFoundError, PoisonMessageError, RetryableError
 from slipstream.service import Context
 from slipstream.v1 import weight_sync_service_pb2 as pb
 from slipstream.v1.weight_sync_service_pb2_grpc import (
@@ -23,6 +23,7 @@ from slipstream_weightsync.catalog import Catalog
 from slipstream_weightsync.settings import WeightsyncSettings
 
 _log = logging.getLogger(__name__)
+_REPAIR_PAUSE_S = 5.0
 
 
 class WeightSync(WeightSyncServiceServicer):
@@ -41,7 +42,16 @@ class WeightSync(WeightSyncServiceServicer):
         await ensure_topics(self._context.bus, self._context.common)
 
     async def run(self) -> None:
-        await self._context.stopping.wait()
+        stopping = asyncio.create_task(self._context.stopping.wait())
+        repair = asyncio.create_task(self._announce_missing())
+        try:
+            await asyncio.wait({stopping, repair}, return_when=asyncio.FIRST_COMPLETED)
+            if repair.done():
+                repair.result()
+            await stopping
+        finally:
+            repair.cancel()
+            stopping.cancel()
 
     async def close(self) -> None:
         pass
@@ -58,10 +68,12 @@ class WeightSync(WeightSyncServiceServicer):
         return pb.CommitVersionResponse(manifest_key=key, already_committed=known)
 
     async def PlanUpdate(self, request: pb.PlanUpdateRequest, context: Any) -> pb.PlanUpdateResponse:
+        have = request.have if request.HasField("have") else None
+        target = request.target if request.HasField("target") else None
         manifests = plan(
-            await self._catalog.all(request.run_id),
-            request.have if request.HasField("have") else None,
-            request.target if request.HasField("target") else None,
+            await self._catalog.towards(request.run_id, have, target),
+            have,
+            target,
         )
         return pb.PlanUpdateResponse(manifests=manifests, size_bytes=sum(map(size_of, manifests)))
 
@@ -94,9 +106,11 @@ class WeightSync(WeightSyncServiceServicer):
         consumer = await self._context.bus.assign([topic], offsets="latest")
         try:
             seen: dict[str, tuple[int, int]] = {}
-            if request.run_id and (known := await self._catalog.all(request.run_id)):
-                seen[request.run_id] = order(known[-1].version)
-                yield pb.WatchVersionsResponse(announced=announcement(known[-1]))
+            for run_id in [request.run_id] if request.run_id else await self._catalog.runs():
+                if newest := await self._catalog.newest(run_id):
+                    seen[run_id] = order(newest)
+                    manifest = await self._catalog.get(run_id, newest)
+                    yield pb.WatchVersionsResponse(announced=announcement(manifest))
             while not self._context.stopping.is_set():
                 for record in await consumer.poll():
                     try:
@@ -110,6 +124,38 @@ class WeightSync(WeightSyncServiceServicer):
                         yield pb.WatchVersionsResponse(announced=announced)
         finally:
             await consumer.close()
+
+    async def _announce_missing(self) -> None:
+        """Makes up for announcements that a crash between creating a manifest and announcing it lost."""
+        while True:
+            try:
+                announced = await self._announced()
+                for run_id in await self._catalog.runs():
+                    newest = await self._catalog.newest(run_id)
+                    if newest is not None and order(newest) > announced.get(run_id, (0, 0)):
+                        await self._announce(await self._catalog.get(run_id, newest))
+                return
+            except (RetryableError, IntegrityError, NotFoundError) as error:
+                _log.warning("cannot look for versions that were not announced: %s; trying again", error)
+                await self._context.clock.sleep(_REPAIR_PAUSE_S)
+
+    async def _announced(self) -> dict[str, tuple[int, int]]:
+        """Newest version of every run that the topic tells of."""
+        topic = topics.VERSIONS.full_name(self._context.common.namespace)
+        newest: dict[str, tuple[int, int]] = {}
+        consumer = await self._context.bus.assign([topic], offsets="earliest")
+        try:
+            ends = await consumer.end_offsets()
+            while any(offset < ends[tp] for tp, offset in consumer.positions().items()):
+                for record in await consumer.poll(max_records=1000):
+                    try:
+                        said = await parse(record, topics.VERSIONS)
+                    except PoisonMessageError:
+                        continue
+                    newest[said.run_id] = max(order(said.version), newest.get(said.run_id, (0, 0)))
+        finally:
+            await consumer.close()
+        return newest
 
     async def _announce(self, manifest: Manifest) -> None:
         bus, namespace = self._context.bus, self._context.common.namespace
