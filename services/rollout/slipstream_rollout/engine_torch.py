@@ -141,6 +141,8 @@ class TorchEngine:
         with self._lock:
             pending, self._pending = self._pending, []
         for label, staged, done in pending:
+            if not done.set_running_or_notify_cancel():
+                continue
             begun = time.perf_counter()
             for name, tensor in staged.items():
                 self._parameters[name].data = tensor

@@ -33,7 +33,11 @@ from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -82,8 +86,7 @@ class VllmEngine:
         except (ValueError, OSError) as error:
             raise ConfigError(f"vLLM cannot run {self._directory}: {error}") from error
         self._vocab_size = config.model_config.get_vocab_size()
-        # Blocks until the engine's process is up; nothing is served before that anyway.
-        self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        self._llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
         await self._engine.update_weight_version(BASE_LABEL)
         how = await self._engine.collective_rpc("slipstream_prepare")
         if "reload" in how:
@@ -155,10 +158,13 @@ class VllmEngine:
     async def commit(self, label: str) -> Committed:
         engine = self._engine
         in_flight = engine.get_num_unfinished_requests()
-        # Not engine.pause_generation: after the same call it sleeps 20 ms, four times the pause itself.
-        await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._settings.recompute_kv)
         begun = time.perf_counter()
         try:
+            # Not engine.pause_generation: after the same call it sleeps 20 ms, longer than the pause itself.
+            await engine.engine_core.pause_scheduler_async(
+                mode="keep", clear_cache=self._settings.recompute_kv
+            )
+            begun = time.perf_counter()  # before, the engine finished the step that it was in
             await engine.update_weight_version("?")  # if the commit fails half-way, no label vouches for it
             await engine.collective_rpc("slipstream_commit")
             await engine.update_weight_version(label)
@@ -227,6 +233,7 @@ class WeightWorker:
             loader = get_model_loader(config.load_config)
             with set_current_vllm_config(config):
                 self._slipstream_twin = loader.load_model(vllm_config=config, model_config=model_config)
+            _part(self._slipstream_twin, self.model_runner.get_model())
         else:
             with set_default_torch_dtype(model_config.dtype), torch.device("cpu"):
                 self._slipstream_twin = initialize_model(config, model_config=model_config)
@@ -306,6 +313,20 @@ def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     with safe_open(path, framework="pt", device="cpu") as file:
         for name in file.keys():  # noqa: SIM118 - no mapping
             yield name, file.get_tensor(name)
+
+
+def _part(twin: torch.nn.Module, live: torch.nn.Module) -> None:
+    """Gives the twin its own copy of modules that vLLM shares between models (rotary embeddings): a reload
+    takes their buffers away for a while."""
+    shared = {id(module) for module in live.modules()}
+    copies: dict[int, Any] = {}
+    for name, module in list(twin.named_modules(remove_duplicate=False)):
+        if id(module) in shared:
+            if id(module) not in copies:
+                copies[id(module)] = copy.deepcopy(module)
+                record_metadata_for_reloading(copies[id(module)])
+            owner, _, last = name.rpartition(".")
+            setattr(twin.get_submodule(owner), last, copies[id(module)])
 
 
 def _pack_again(model: Any) -> None:

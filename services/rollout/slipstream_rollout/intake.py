@@ -77,6 +77,8 @@ class Intake:
     async def _handle(self, record: Record) -> None:
         try:
             prompt = await self._insist(lambda: parse(record, topics.PROMPTS, blobs=self._blobs))
+            if not prompt.run_id or not prompt.group_id:
+                raise PoisonMessageError("the prompt names no run or no group")
         except PoisonMessageError as error:
             await self._poison(record, error)
         else:

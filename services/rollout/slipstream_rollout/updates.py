@@ -15,6 +15,7 @@ from slipstream.bus.events import parse
 from slipstream.clock import Clock
 from slipstream.errors import (
     ConfigError,
+    ConflictError,
     IntegrityError,
     NotFoundError,
     PoisonMessageError,
@@ -22,8 +23,8 @@ from slipstream.errors import (
 )
 from slipstream.v1.common_pb2 import Version
 from slipstream.v1.weights_pb2 import SwapReport
-from slipstream.weights.manifest import version_str
-from slipstream.weights.puller import Puller
+from slipstream.weights.manifest import order, version_str
+from slipstream.weights.puller import Pulled, Puller
 from slipstream_rollout.engine import Engine
 from slipstream_rollout.sampler import make_label
 
@@ -50,6 +51,7 @@ class Updates:
         self._lock = asyncio.Lock()
         self._hint = asyncio.Event()
         self._staged_all = False
+        self._given_up: set[str] = set()
         self.run_id = ""
         """Run whose weights the engine holds; empty for the base model."""
         self.version: Version | None = None
@@ -63,12 +65,16 @@ class Updates:
         Raises:
             NotFoundError: no version of the run turned up in time.
         """
-        deadline = self._clock.monotonic() + self._version_wait_s
+        # Once is enough: a dead run's prompts must not hold up the living one by one.
+        patience = 0.0 if run_id in self._given_up else self._version_wait_s
+        deadline = self._clock.monotonic() + patience
         while self.run_id != run_id:
             try:
                 await self._update(run_id)
             except NotFoundError:
+                self.trouble = f"waiting for the first version of run {run_id}"
                 if self._clock.monotonic() >= deadline:
+                    self._given_up.add(run_id)
                     raise NotFoundError(
                         f"run {run_id} has no version after {self._version_wait_s:.0f} s; is its trainer up?"
                     ) from None
@@ -76,6 +82,7 @@ class Updates:
             except (RetryableError, IntegrityError) as error:
                 self._complain(run_id, error)
                 await self._wait(1.0)
+        self._given_up.discard(run_id)
 
     async def refresh(self) -> None:
         """One attempt to reach the newest version of the run held. An idle replica does this before it
@@ -109,20 +116,32 @@ class Updates:
 
     async def _try_update(self) -> None:
         try:
-            await self._update(self.run_id)
+            await self._update(None)
         except (RetryableError, IntegrityError, NotFoundError, ConfigError) as error:
             self._complain(self.run_id, error)
+
+    def _is_behind(self, pulled: Pulled) -> bool:
+        """Versions of a run never go back, whatever the plan says."""
+        held = self.version
+        if pulled.run_id != self.run_id or held is None or order(pulled.version) > order(held):
+            return False
+        self._complain(
+            pulled.run_id, ConflictError(f"{version_str(pulled.version)} is not after {version_str(held)}")
+        )
+        return True
 
     def _complain(self, run_id: str, error: Exception) -> None:
         if str(error) != self.trouble:
             _log.warning("no new weights for run %s: %s", run_id, error)
         self.trouble = str(error)
 
-    async def _update(self, run_id: str) -> None:
+    async def _update(self, to_run: str | None) -> None:
+        """Goes to the newest version of a run; None for the run held when it is this call's turn."""
         async with self._lock:
+            run_id = self.run_id if to_run is None else to_run
             pulled = await self._puller.pull(run_id)
             self.trouble = ""
-            if pulled is None:
+            if pulled is None or self._is_behind(pulled):
                 return
             changed = pulled.changed if self._staged_all else list(pulled.weights)
             self._staged_all = False  # until the commit went well, nobody knows what is staged
