@@ -118,6 +118,8 @@ async def serve(
         for each in ("", *names):
             await healthy.set(each, health_pb2.HealthCheckResponse.NOT_SERVING)
         try:
+            # The servicer takes the whole server for healthy until told otherwise.
+            await healthy.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
             await server.start()
             if await _start(context, service):
                 ready.set()
