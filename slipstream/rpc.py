@@ -141,7 +141,7 @@ def make_server(ready: asyncio.Event | None = None) -> grpc.aio.Server:
     options = [
         *_LIMITS,
         *_KEEPALIVE,
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.so_reuseport", 0),
     ]
     return grpc.aio.server(
