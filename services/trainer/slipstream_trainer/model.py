@@ -6,6 +6,7 @@ different ones. Gradients are added up in fp32 on the masters, tensor by tensor,
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,11 +49,7 @@ class Policy:
     def __init__(self, model: str, *, device: str = "auto", compute: str = "auto") -> None:
         from transformers import AutoModelForCausalLM
 
-        self.path = Path(model)
-        if not (self.path / "config.json").is_file():
-            raise ConfigError(
-                f"no model at {self.path.absolute()}: it must be a Hugging Face directory with a config.json"
-            )
+        self.path = find_model(model)
         self.device = torch.device(_device(device))
         self.compute = _compute_type(compute, self.device)
         self._module = AutoModelForCausalLM.from_pretrained(
@@ -203,6 +200,30 @@ class Policy:
 
     def _put(self, array: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]") -> Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+def find_model(model: str) -> Path:
+    """Directory of a model given by its directory or, as `owner/name`, from the hub. May download.
+
+    Raises:
+        ConfigError: there is no such model, or no network to fetch it.
+    """
+    path = Path(model)
+    if (path / "config.json").is_file():
+        return path
+    said = f"no model at {path.absolute()}: it must be a Hugging Face directory with a config.json"
+    if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        raise ConfigError(said)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+            )
+        )
+    except Exception as error:
+        raise ConfigError(f"{said}. The hub did not give {model} either: {error}") from None
 
 
 def _device(name: str) -> str:

@@ -21,7 +21,7 @@ from slipstream.v1.trainer_service_pb2_grpc import (
 )
 from slipstream_trainer.batches import Arrived, Taken
 from slipstream_trainer.lease import Lease
-from slipstream_trainer.model import Policy
+from slipstream_trainer.model import Policy, find_model
 from slipstream_trainer.opening import WeightSync, open_run
 from slipstream_trainer.run import Run
 from slipstream_trainer.settings import TrainerSettings
@@ -37,6 +37,7 @@ class TrainerService(TrainerServiceServicer):
 
     def __init__(self, context: Context[TrainerSettings]) -> None:
         self._context, self._settings = context, context.settings
+        find_model(self._settings.model)  # a wrong path is said at once, whatever else is up
         self._lease = Lease()
         self._run: Run | None = None
         self._phase = "idle"

@@ -1,5 +1,6 @@
 """Fixtures of the trainer's tests."""
 
+import importlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -16,6 +17,10 @@ from slipstream.settings import CommonSettings, load
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer import Cluster, FrailStore, serving
 
+# Slow to import: here, so that no test's time limit pays for it.
+importlib.import_module("transformers.models.llama.modeling_llama")
+importlib.import_module("transformers.models.auto.modeling_auto")
+importlib.import_module("transformers.quantizers")
 # Tensors here are tiny: a second thread costs more than it brings, all the more on a busy machine.
 torch.set_num_threads(1)
 

@@ -16,7 +16,7 @@ def context(row: Row, place: int) -> list[int]:
     """Tokens that a place attends to, in order of their positions."""
     seen = np.flatnonzero(row.mask()[place])
     assert row.positions[seen].tolist() == list(range(len(seen)))
-    return row.tokens[seen].tolist()
+    return [int(t) for t in row.tokens[seen]]
 
 
 @given(SAMPLES, st.integers(1, 40))
@@ -60,7 +60,8 @@ def _logp(policy: Policy, sample: Sample) -> torch.Tensor:
     """Plain transformers, one sample at a time."""
     ids = torch.tensor([[*sample.prompt, *sample.completion]])
     logits = policy._module(input_ids=ids).logits[0, len(sample.prompt) - 1 : -1].float() / sample.temperature
-    return logits.log_softmax(-1)[torch.arange(len(sample.completion)), torch.tensor(list(sample.completion))]
+    logp: torch.Tensor = logits.log_softmax(-1)
+    return logp[torch.arange(len(sample.completion)), torch.tensor(list(sample.completion))]
 
 
 @pytest.mark.parametrize(("compute", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.06)])

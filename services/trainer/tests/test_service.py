@@ -167,7 +167,7 @@ async def test_a_run_with_settings_that_make_no_sense_is_not_opened(cluster: Clu
             (RUN, {"max_lag": -1}, "max_lag"),
             (RUN, {"adam_beta1": 1.5}, "beta"),
         ):
-            settings = pb.RunConfig(**{"max_lag": 1, "groups_per_step": 1, **config})
+            settings = pb.RunConfig(**{"max_lag": 1, "groups_per_step": 1, **config})  # type: ignore[arg-type]
             stream = trainer.stub.OpenRun(pb.OpenRunRequest(run_id=run_id, config=settings))
             assert message in await refused(stream.read(), grpc.StatusCode.INVALID_ARGUMENT)
         async with trainer.open():
