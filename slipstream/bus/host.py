@@ -125,6 +125,11 @@ class Host:
 
 
 async def bounded(closing: Coroutine[Any, Any, Any]) -> None:
-    """Awaits a clean-up that may hang or fail."""
-    with contextlib.suppress(Exception):
-        await asyncio.wait_for(closing, CLOSE_S)
+    """Awaits a clean-up that may hang or fail, even with a cancellation that is not ours."""
+    task = asyncio.ensure_future(closing)
+    try:
+        await asyncio.wait([task], timeout=CLOSE_S)
+    finally:
+        task.cancel()
+    if task.done() and not task.cancelled():
+        task.exception()

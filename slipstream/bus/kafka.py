@@ -184,10 +184,10 @@ class KafkaBus(Host):
             async with asyncio.timeout(_ANSWER_S):
                 await client.start()
         except _AWAY as error:
-            self.later(client.stop())
+            self.later(_stop(client))
             raise await self._unreachable(error) from None
         except BaseException:
-            self.later(client.stop())
+            self.later(_stop(client))
             raise
         return made
 
@@ -250,7 +250,7 @@ class KafkaBus(Host):
         if admin:
             self.later(admin.close())
         if reader:
-            self.later(reader.stop())
+            self.later(_stop(reader))
 
 
 def _connection(settings: CommonSettings) -> dict[str, Any]:
@@ -295,8 +295,7 @@ class _Writer:
         sender = self._client._sender.sender_task
         if sender is not None:
             sender.cancel()
-        await bounded(self._client.stop())
-        await bounded(self._client.client.close())
+        await _stop(self._client)
 
 
 class _Reader:
@@ -358,7 +357,7 @@ class _Reader:
             raise RetryableError(f"commit: {error!r}") from None
 
     async def stop(self) -> None:
-        await bounded(self._client.stop())
+        await _stop(self._client)
 
 
 class _Forget(ConsumerRebalanceListener):  # type: ignore[misc]
@@ -372,6 +371,13 @@ class _Forget(ConsumerRebalanceListener):  # type: ignore[misc]
 
     def on_partitions_assigned(self, assigned: Any) -> None:
         self._positions.clear()
+
+
+async def _stop(client: AIOKafkaConsumer | AIOKafkaProducer) -> None:
+    # stop() waits for ever for a broker that is away, or fails half way: the connections are ended apart.
+    await bounded(client.stop())
+    connections = client.client if isinstance(client, AIOKafkaProducer) else client._client
+    await bounded(connections.close())
 
 
 def _record(entry: Any) -> Record:

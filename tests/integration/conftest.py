@@ -1,4 +1,4 @@
-"""A broker that integration tests may kill; the shared, quiet servers are in tests/conftest.py."""
+"""A broker that integration tests may kill; the shared, quiet servers are in tests/support/fixtures.py."""
 
 import signal
 from collections.abc import Iterator
@@ -51,12 +51,4 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
     made = Broker(tmp_path_factory.mktemp("broker"))
     made.start_now()
     yield made
-    made.close()
-
-
-@pytest.fixture(scope="session")
-def kafka_bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    made = Broker(tmp_path_factory.mktemp("kafka"))
-    made.start_now()
-    yield made.bootstrap
     made.close()

@@ -44,7 +44,7 @@ async def buses(request: pytest.FixtureRequest) -> AsyncIterator[Buses]:
 
         made = Buses(lambda: MemoryBus(log), expire)
     else:
-        bootstrap = request.getfixturevalue("kafka_bootstrap")
+        bootstrap = request.getfixturevalue("servers").kafka.bootstrap
         settings = CommonSettings(kafka_bootstrap=bootstrap)
 
         async def expire(tp: TopicPartition, before: int) -> None:
