@@ -228,17 +228,20 @@ class WeightWorker:
         config.compilation_config.static_forward_context = {}
         config.compilation_config.static_all_moe_layers = []
         self._slipstream_layers = config.compilation_config.static_forward_context
-        model_config = config.model_config
-        if self._slipstream_how == "exchange":
-            loader = get_model_loader(config.load_config)
-            with set_current_vllm_config(config):
-                self._slipstream_twin = loader.load_model(vllm_config=config, model_config=model_config)
-            _part(self._slipstream_twin, self.model_runner.get_model())
-        else:
-            with set_default_torch_dtype(model_config.dtype), torch.device("cpu"):
-                self._slipstream_twin = initialize_model(config, model_config=model_config)
-            for parameter in self._slipstream_twin.parameters():
-                parameter.data = parameter.data.pin_memory()
+        loader, model_config = get_model_loader(config.load_config), config.model_config
+        live = self.model_runner.get_model()
+        with set_current_vllm_config(config):
+            if self._slipstream_how == "exchange":
+                twin = loader.load_model(vllm_config=config, model_config=model_config)
+            else:
+                with set_default_torch_dtype(model_config.dtype), torch.device("cpu"):
+                    twin = initialize_model(config, model_config=model_config)
+                loader.load_weights(twin, model_config)
+                _check_layout(twin, live)
+                for parameter in twin.parameters():
+                    parameter.data = parameter.data.pin_memory()
+        _part(twin, live)
+        self._slipstream_twin = twin
 
     def slipstream_stage(self, path: str) -> None:
         """Begins to load the weights in a safetensors file into the twin; returns at once."""
@@ -269,8 +272,9 @@ class WeightWorker:
 
     def slipstream_commit(self) -> None:
         """Puts the staged weights to use. Called while the engine is paused."""
-        if not self.slipstream_staged():
-            raise RuntimeError("commit before staging was done")
+        if self._slipstream_work is None or not self.slipstream_staged():
+            raise RuntimeError("there is nothing staged to commit, or staging is not done")
+        self._slipstream_work = None
         runner = self.model_runner
         if self._slipstream_how == "reload":
             runner.reload_weights(weights_iterator=_tensors(self._slipstream_path))
@@ -306,13 +310,21 @@ class WeightWorker:
                     if key == "weight" and hasattr(module, "cpu_linear"):
                         tensor = _unpacked(module, tensor)
                     found |= _split(f"{name}.{key}", tensor, fused, shapes)
-        save_file({name: t.contiguous().clone() for name, t in found.items()}, path)
+        save_file({name: t.cpu().contiguous().clone() for name, t in found.items()}, path)
 
 
 def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     with safe_open(path, framework="pt", device="cpu") as file:
         for name in file.keys():  # noqa: SIM118 - no mapping
             yield name, file.get_tensor(name)
+
+
+def _check_layout(twin: torch.nn.Module, live: torch.nn.Module) -> None:
+    """Raises unless parameters in use lie as they were loaded: some layers permute theirs afterwards."""
+    ours = dict(live.named_parameters())
+    for name, parameter in twin.named_parameters():
+        if name not in ours or not torch.equal(ours[name].data.cpu(), parameter.data):
+            raise RuntimeError(f"parameter {name} is not in the layout that it is loaded in")
 
 
 def _part(twin: torch.nn.Module, live: torch.nn.Module) -> None:
