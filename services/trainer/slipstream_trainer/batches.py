@@ -169,6 +169,15 @@ class Inbox:
             return Taken(_record(arrived, GROUP_OUTCOME_DROPPED, reason, oldest))
         return Taken(_record(arrived, GROUP_OUTCOME_TRAINED, "", oldest), arrived)
 
+    def fresh(self, lineage: Sequence[Origin], step: int) -> Arrived | None:
+        """A group that waits and was sampled by the current version alone; None when there is none."""
+        for arrived in self.window.waiting.values():
+            spans = [span for c in arrived.group.rollout.completions for span in c.spans]
+            at_zero = all(lag(lineage, s.version.epoch, s.version.number, step) == 0 for s in spans)
+            if at_zero and not problem(arrived.group, self.vocab_size):
+                return arrived
+        return None
+
     def resume_offsets(self, unfinished: Iterable[Arrived]) -> dict[int, int]:
         """Next offset to read per partition so that every group not finished is read again.
 

@@ -75,6 +75,21 @@ def compute(
     return Gradient(metrics, _by_group(chosen, rows, outputs, lineage, step))
 
 
+def probe(
+    policy: Policy, arrived: Arrived, budget: int, lineage: Sequence[Origin], step: int
+) -> list[LagStats]:
+    """Mismatch of a whole group, without gradients."""
+    chosen = [Chosen(arrived, index, 0.0) for index in range(len(arrived.group.rollout.completions))]
+    rows = pack([c.sample for c in chosen], budget)
+    with torch.no_grad():
+        forwards = [policy.forward(row) for row in rows]
+    outputs = [
+        _Output(0.0, 0.0, f.logp.cpu().numpy().astype(np.float64), np.zeros(len(f.logp), dtype=np.bool_))
+        for f in forwards
+    ]
+    return _by_group(chosen, rows, outputs, lineage, step)[arrived.group_id]
+
+
 @dataclass(frozen=True)
 class _Output:
     loss: float

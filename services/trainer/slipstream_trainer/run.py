@@ -21,13 +21,13 @@ from slipstream.errors import ConfigError, RetryableError, SlipstreamError
 from slipstream.pacing import Origin
 from slipstream.topics import ALIGNMENT, STEPS
 from slipstream.v1.common_pb2 import Version
-from slipstream.v1.train_pb2 import AlignmentRecord, GroupRecord, StepRecord
+from slipstream.v1.train_pb2 import AlignmentRecord, GroupRecord, LagStats, StepRecord
 from slipstream.weights.manifest import version_str
 from slipstream.weights.publisher import Published, Publisher
 from slipstream_trainer import checkpoint, losses
 from slipstream_trainer.alignment import summary
 from slipstream_trainer.batches import Arrived, Inbox, Taken
-from slipstream_trainer.gradient import Chosen, Gradient, compute
+from slipstream_trainer.gradient import Chosen, Gradient, compute, probe
 from slipstream_trainer.model import Policy
 
 _log = logging.getLogger(__name__)
@@ -140,21 +140,39 @@ class Run:
         return [Chosen(a, i, advantages[key]) for key, (a, i) in places.items() if key in advantages]
 
     def _note(self, gradient: Gradient, seconds: float) -> dict[str, float]:
-        version = Version(epoch=self.epoch, number=self.step)
         for group_id, stats in gradient.by_group.items():
-            replica = self.batch[group_id].group.rollout.replica_id
-            self._alignment[group_id] = AlignmentRecord(
-                run_id=self.run_id,
-                step=self.step + 1,
-                version=version,
-                group_id=group_id,
-                replica_id=replica,
-                by_lag=stats,
-            )
+            self._align(self.batch[group_id], stats)
         every = [entry for record in self._alignment.values() for entry in record.by_lag]
         metrics = {**gradient.metrics, **summary(every), "seconds": seconds}
         self._metrics.update({key: value for key, value in metrics.items() if key != "seconds"})
         return metrics
+
+    def _align(self, arrived: Arrived, stats: list[LagStats]) -> None:
+        self._alignment[arrived.group_id] = AlignmentRecord(
+            run_id=self.run_id,
+            step=self.step + 1,
+            version=Version(epoch=self.epoch, number=self.step),
+            group_id=arrived.group_id,
+            replica_id=arrived.group.rollout.replica_id,
+            by_lag=stats,
+        )
+
+    async def _probe(self) -> dict[str, float]:
+        """Mismatch at lag 0 when the batch has no such token, from a group that arrived meanwhile.
+
+        In a well-filled pipeline what is trained on is always a step old; without this the figure that
+        shows numerics apart from staleness would hardly ever be measured.
+        """
+        if any(entry.lag == 0 for record in self._alignment.values() for entry in record.by_lag):
+            return {}
+        await self.inbox.read(0.0)
+        arrived = self.inbox.fresh(self.lineage, self.step)
+        if arrived is None:
+            return {}
+        work = partial(probe, self.policy, arrived, self.micro_batch_tokens, self.lineage, self.step)
+        stats = await self._on_thread(work)
+        self._align(arrived, stats)
+        return {name: value for name, value in summary(stats).items() if name.endswith("/lag0")}
 
     async def optim_step(self, step: int, learning_rate: float, max_grad_norm: float) -> dict[str, float]:
         """Makes optimizer step number `step`; see OptimStep.
@@ -170,6 +188,7 @@ class Run:
             raise SlipstreamError(f"no step: {self._refused}")
         await self._send_records()
         began = self.clock.monotonic()
+        probed = await self._probe()
         norm = await self._on_thread(self.policy.step, learning_rate, max_grad_norm)
         self.step = step
         record = StepRecord(
@@ -178,11 +197,11 @@ class Run:
             version=Version(epoch=self.epoch, number=step),
             groups=self.records,
             offsets=self.inbox.resume_offsets(()),
-            metrics={**self._metrics, "grad_norm": norm, "lr": learning_rate},
+            metrics={**self._metrics, **probed, "grad_norm": norm, "lr": learning_rate},
         )
         self._unsent = record, list(self._alignment.values())
         self.batch, self.records, self._metrics, self._alignment = {}, [], {}, {}
-        return {"grad_norm": norm, "seconds": self.clock.monotonic() - began}
+        return {**probed, "grad_norm": norm, "seconds": self.clock.monotonic() - began}
 
     async def _send_records(self, metrics: Mapping[str, float] | None = None) -> None:
         """Writes the record of the step made last, once."""
