@@ -16,7 +16,6 @@ from slipstream import logs
 from slipstream.blobs import open_store
 from slipstream.bus import open_bus
 from slipstream.bus.events import ensure_topics
-from slipstream.cli.status import show_status
 from slipstream.errors import SlipstreamError
 from slipstream.local import LocalStack, StackOptions, home_directory, layout, models, paths, state
 from slipstream.local.process import tail
@@ -123,29 +122,18 @@ def down() -> None:
         (home / "stack.json").unlink(missing_ok=True)
         console.print(f"ended what was left: {', '.join(left)}" if left else f"nothing runs in {home}")
         return
-    pid = int(live["pid"])
-    os.kill(pid, signal.SIGTERM)
+    supervisor = live["supervisor"]
+    os.kill(supervisor["pid"], signal.SIGTERM)
     deadline = time.monotonic() + _STOP_S
-    while state.is_held(home) and time.monotonic() < deadline:
+    while state.is_alive(supervisor) and time.monotonic() < deadline:
         time.sleep(0.1)
-    if state.is_held(home):
-        os.kill(pid, signal.SIGKILL)
+    if state.is_alive(supervisor):
+        os.kill(supervisor["pid"], signal.SIGKILL)
         state.kill_leftovers((state.read(home) or live).get("processes", {}))
         (home / "stack.json").unlink(missing_ok=True)
-        console.print(
-            f"the supervisor (process {pid}) did not end within {_STOP_S:.0f} s; killed it and its children"
-        )
+        console.print(f"the supervisor did not end within {_STOP_S:.0f} s; killed it and its children")
         return
     console.print("stopped")
-
-
-def status() -> None:
-    """One screen: services, versions per replica, lag, topics, last step."""
-    logs.configure("slipstream", "ERROR")
-    live = state.read_live(home_directory())
-    own = {name: value for name, value in os.environ.items() if name.startswith("SLIPSTREAM_")}
-    settings = load(CommonSettings, {**(live["environment"] if live else {}), **own})
-    raise typer.Exit(asyncio.run(show_status(Console(highlight=False), settings, live)))
 
 
 def init() -> None:

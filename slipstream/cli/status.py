@@ -1,15 +1,18 @@
-"""What `slipstream status` shows."""
+"""`slipstream status`."""
 
 import asyncio
+import os
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
+from slipstream import logs
 from slipstream.errors import SlipstreamError
-from slipstream.local import health, layout
+from slipstream.local import health, home_directory, layout, state
 from slipstream.rpc import call, make_channel
-from slipstream.settings import CommonSettings
+from slipstream.settings import CommonSettings, load
 from slipstream.v1.common_pb2 import Version
 from slipstream.v1.monitor_service_pb2 import GetRunStatusRequest, GetRunStatusResponse
 from slipstream.v1.monitor_service_pb2_grpc import MonitorServiceStub
@@ -17,17 +20,19 @@ from slipstream.v1.train_pb2 import GateState
 from slipstream.v1.weights_pb2 import ReplicaState, ReplicaStatus
 
 _COLOURS = {"serving": "green", "not serving": "yellow", "unreachable": "red"}
-_METRICS = (
-    ("reward", "reward/mean"),
-    ("loss", "loss"),
-    ("lag max", "lag/max"),
-    ("mismatch k3 at lag 0", "mismatch/k3"),
-    ("delta bytes", "publish/delta_bytes"),
-    ("delta ratio", "publish/ratio"),
-)
+_METRICS = (("reward", "reward/mean"), ("loss", "loss"), ("delta bytes", "publish/delta_bytes"))
 
 
-async def show_status(console: Console, settings: CommonSettings, live: dict[str, Any] | None) -> int:
+def status() -> None:
+    """One screen: services, versions per replica, lag, topics, last step."""
+    logs.configure("slipstream", "ERROR")
+    live = state.read_live(home_directory())
+    own = {name: value for name, value in os.environ.items() if name.startswith("SLIPSTREAM_")}
+    settings = load(CommonSettings, {**(live["environment"] if live else {}), **own})
+    raise typer.Exit(asyncio.run(_show_status(Console(highlight=False), settings, live)))
+
+
+async def _show_status(console: Console, settings: CommonSettings, live: dict[str, Any] | None) -> int:
     """Prints the screen; returns 0 when every service serves, else 1."""
     targets = _targets(settings, live)
     states = dict(zip(targets, await asyncio.gather(*map(health.check, targets.values())), strict=True))
@@ -89,6 +94,8 @@ def _show_run(console: Console, run: GetRunStatusResponse) -> None:
         gate = GateState.Name(run.gate).removeprefix("GATE_STATE_").lower().replace("unspecified", "ok")
         console.print(f"run {run.run_id}: step {step.step}, version {_version(step.version)}, gate {gate}")
         figures = [f"{label} {step.metrics[key]:.4g}" for label, key in _METRICS if key in step.metrics]
+        if step.groups:
+            figures.append(f"largest lag {max(group.lag for group in step.groups)}")
         if figures:
             console.print("last step: " + ", ".join(figures))
     if run.replicas:

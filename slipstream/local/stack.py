@@ -266,6 +266,7 @@ class LocalStack:
         self._lock.write(
             {
                 "pid": os.getpid(),
+                "supervisor": state.identity(os.getpid()),
                 "status": status,
                 "started_unix": time.time(),
                 "page": self.page_url,

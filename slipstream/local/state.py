@@ -86,12 +86,19 @@ def identity(pid: int) -> dict[str, int]:
     return {"pid": pid, "started_ticks": _started_ticks(pid)}
 
 
+def is_alive(known: dict[str, int]) -> bool:
+    """Whether the very process of an `identity` still runs."""
+    with contextlib.suppress(OSError):
+        return _started_ticks(known["pid"]) == known["started_ticks"]
+    return False
+
+
 def kill_leftovers(processes: dict[str, dict[str, int]]) -> list[str]:
     """Ends what a killed supervisor has left; returns the names."""
     ended = []
     for name, known in processes.items():
         with contextlib.suppress(OSError):
-            if _started_ticks(known["pid"]) == known["started_ticks"]:
+            if is_alive(known):
                 os.killpg(known["pid"], signal.SIGKILL)
                 ended.append(name)
     return ended
