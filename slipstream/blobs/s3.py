@@ -42,9 +42,11 @@ PART_BYTES = 64 * 1024 * 1024
 _ATTEMPTS = 5
 _PAUSE_S = 0.2
 _PAGE = 1000
+_NOWHERE = "no-such-prefix/"
 _LIMIT_S = 600.0
 _CONFLICT, _PRECONDITION_FAILED, _NO_ROOM = 409, 412, 507
 
+# XAdminUserNotFound is versitygw's word for an unknown access key; with a HEAD it comes as 404.
 _REFUSED = frozenset(
     {
         "AccessDenied",
@@ -53,6 +55,7 @@ _REFUSED = frozenset(
         "InvalidAccessKeyId",
         "InvalidBucketName",
         "SignatureDoesNotMatch",
+        "XAdminUserNotFound",
     }
 )
 _FULL = frozenset({"XMinioStorageFull", "QuotaExceeded", "InsufficientStorage", "EntityTooLargeForStorage"})
@@ -167,7 +170,8 @@ class S3Store:
         try:
             return await self._run(key, lambda: self._client.stat_object(self._bucket, key).size)
         except NotFoundError:
-            # A HEAD has no body, so a missing bucket looks like a missing key.
+            # A HEAD has no body: a missing bucket and unknown credentials can look like a missing key.
+            await self.ping()
             return None
 
     async def list(self, prefix: str) -> AsyncIterator[str]:
@@ -183,16 +187,26 @@ class S3Store:
         await self._run(key, lambda: self._client.remove_object(self._bucket, key))
 
     async def ping(self) -> None:
-        if not await self._run("", lambda: self._client.bucket_exists(self._bucket)):
-            raise self._no_bucket()
+        await self._run("", self._look)
+
+    def _look(self) -> None:
+        # Not a HEAD: its answer has no body, and so no reason.
+        next(self._client.list_objects(self._bucket, _NOWHERE), None)
 
     async def ensure_bucket(self) -> None:
         await self._run("", self._ensure_bucket)
 
     def _ensure_bucket(self) -> None:
         try:
-            if not self._client.bucket_exists(self._bucket):
-                self._client.make_bucket(self._bucket)
+            self._look()
+        except S3Error as error:
+            if error.code != "NoSuchBucket":
+                raise
+            self._make_bucket()
+
+    def _make_bucket(self) -> None:
+        try:
+            self._client.make_bucket(self._bucket)
         except S3Error as error:
             if error.code not in ("BucketAlreadyOwnedByYou", "BucketAlreadyExists"):
                 raise

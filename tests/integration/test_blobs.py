@@ -58,26 +58,23 @@ def s3_settings(kind: str, request: pytest.FixtureRequest) -> CommonSettings:
 
 
 @pytest.fixture(params=["memory", "directory", *S3])
-async def connect(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Callable[[], BlobStore]]:
-    """Makes clients of one store."""
-    made: list[BlobStore] = []
+def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], BlobStore]:
     if request.param == "memory":
         memory = MemoryStore()
+        return lambda: memory
+    if request.param == "directory":
+        return lambda: DirectoryStore(tmp_path / "store")
+    settings = s3_settings(request.param, request)
+    return lambda: S3Store(settings)
 
-        def make() -> BlobStore:
-            return memory
-    elif request.param == "directory":
 
-        def make() -> BlobStore:
-            return DirectoryStore(tmp_path / "store")
-    else:
-        settings = s3_settings(request.param, request)
-
-        def make() -> BlobStore:
-            return S3Store(settings)
+@pytest.fixture
+async def connect(make_store: Callable[[], BlobStore]) -> AsyncIterator[Callable[[], BlobStore]]:
+    """Makes clients of one store."""
+    made: list[BlobStore] = []
 
     def keep() -> BlobStore:
-        made.append(make())
+        made.append(make_store())
         return made[-1]
 
     await keep().ensure_bucket()
@@ -181,7 +178,12 @@ async def test_a_deleted_key_can_be_created_again(store: BlobStore) -> None:
     assert await store.get("m/1") == b"second"
 
 
-async def test_of_rivals_who_create_one_key_exactly_one_wins(connect: Callable[[], BlobStore]) -> None:
+async def test_of_rivals_who_create_one_key_exactly_one_wins(
+    connect: Callable[[], BlobStore], request: pytest.FixtureRequest
+) -> None:
+    if "versitygw" in request.node.name:
+        # Its posix backend (1.7.0, 1.8.0) looks for the key before the upload and not when it links the file.
+        request.applymarker(pytest.mark.xfail(reason="versitygw checks If-None-Match without atomicity"))
     rivals = [connect() for _ in range(4)]
     for attempt in range(10):
         key = f"race/{attempt}"
@@ -241,7 +243,14 @@ async def test_a_ready_store_answers_a_ping(store: BlobStore) -> None:
 
 async def test_a_missing_bucket_is_a_configuration_error(settings: CommonSettings) -> None:
     store = S3Store(settings)
-    for call in (store.ping(), store.put("a", b""), store.get("a"), store.create("a", b""), keys(store, "")):
+    for call in (
+        store.ping(),
+        store.size("a"),
+        store.put("a", b""),
+        store.get("a"),
+        store.create("a", b""),
+        keys(store, ""),
+    ):
         with pytest.raises(ConfigError, match=f"has no bucket {settings.store_bucket}"):
             await call
     await store.close()

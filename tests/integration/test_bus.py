@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -35,24 +36,23 @@ class Buses:
 
 
 @pytest.fixture(params=["memory", pytest.param("kafka", marks=pytest.mark.integration)])
-async def buses(request: pytest.FixtureRequest) -> AsyncIterator[Buses]:
+def a_log(request: pytest.FixtureRequest) -> Buses:
     if request.param == "memory":
         log = MemoryLog()
 
         async def expire(tp: TopicPartition, before: int) -> None:
             log.delete_records(tp, before)
 
-        made = Buses(lambda: MemoryBus(log), expire)
-    else:
-        bootstrap = request.getfixturevalue("servers").kafka.bootstrap
-        settings = CommonSettings(kafka_bootstrap=bootstrap)
+        return Buses(lambda: MemoryBus(log), expire)
+    bootstrap = request.getfixturevalue("servers").kafka.bootstrap
+    settings = CommonSettings(kafka_bootstrap=bootstrap)
+    return Buses(lambda: KafkaBus(settings), functools.partial(delete_records, bootstrap))
 
-        async def expire(tp: TopicPartition, before: int) -> None:
-            await delete_records(bootstrap, tp, before)
 
-        made = Buses(lambda: KafkaBus(settings), expire)
-    yield made
-    await made.close()
+@pytest.fixture
+async def buses(a_log: Buses) -> AsyncIterator[Buses]:
+    yield a_log
+    await a_log.close()
 
 
 @pytest.fixture
