@@ -1,6 +1,7 @@
 """What a person sees while a recipe runs, and the table at its end."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +16,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
-from slipstream.weights.manifest import version_str
 
 from slipstream.recipe.watch import RunWatch
+from slipstream.v1.common_pb2 import Version
+from slipstream.v1.trainer_service_pb2 import OpenRunResponse
+from slipstream.weights.manifest import version_str
+
+_MAX_REASONS = 20
 
 
 def human_bytes(count: float) -> str:
@@ -36,8 +41,13 @@ def _number(value: float | None, form: str = ".3g", unit: str = "") -> str:
 class RunDisplay:
     """A live bar and figures on a terminal; one line per step elsewhere."""
 
-    def __init__(self, console: Console, watch: RunWatch, total_steps: int) -> None:
-        self._console, self._watch = console, watch
+    def __init__(self, console: Console, watch: RunWatch, run_id: str, total_steps: int) -> None:
+        self._console, self._watch, self._run_id = console, watch, run_id
+        self.began_at = 0
+        """Step that this process began at."""
+        self.version: Version | None = None
+        """Newest version known."""
+        self._reasons: set[str] = set()
         self._bar = Progress(
             TextColumn("step"),
             BarColumn(),
@@ -60,10 +70,24 @@ class RunDisplay:
         if self._console.is_terminal:
             self._live.stop()
 
-    def opened(self, step: int) -> None:
-        self._bar.reset(self._task, completed=step)
+    def opened(self, answer: OpenRunResponse) -> None:
+        if self.version is None:
+            self.began_at = answer.step
+        self.version = answer.version
+        self._bar.reset(self._task, completed=answer.step)
+        if answer.step:
+            self._console.print(f"{self._run_id} goes on from step {answer.step}")
 
-    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+    def complained(self, subject: str, reason: str) -> None:
+        # Each reason once: a reward that is wrong is wrong a thousand times.
+        reason = reason.strip() or "no reason given"
+        kind = re.sub(r"\d+", "#", reason)
+        if kind not in self._reasons and len(self._reasons) < _MAX_REASONS:
+            self._reasons.add(kind)
+            self._console.print(f"{subject}: {reason}", style="yellow", markup=False)
+
+    def stepped(self, step: int, version: Version, metrics: Mapping[str, float]) -> None:
+        self.version = version
         self._metrics = dict(metrics)
         self._bar.update(self._task, completed=step)
         if not self._console.is_terminal:

@@ -24,8 +24,6 @@ from slipstream.recipe.run import Progress
 from slipstream.recipe.summary import summarize
 from slipstream.recipe.watch import RunWatch
 from slipstream.settings import CommonSettings, load
-from slipstream.v1.common_pb2 import Version
-from slipstream.v1.trainer_service_pb2 import OpenRunResponse
 
 _CAUGHT_UP_S = 60.0
 
@@ -100,22 +98,8 @@ async def _run(
     recipe: Recipe, run_id: str, common: CommonSettings, summary: Path | None, console: Console
 ) -> int:
     clock, watch = SystemClock(), RunWatch(run_id)
-    display = RunDisplay(console, watch, recipe.settings.steps)
-    began_at: list[int] = []
-    version: list[Version] = []
-
-    def on_open(opened: OpenRunResponse) -> None:
-        began_at.append(opened.step)
-        version[:] = [opened.version]
-        display.opened(opened.step)
-        if opened.step:
-            console.print(f"run {run_id} goes on from step {opened.step}")
-
-    def on_step(step: int, published: Version, metrics: Any) -> None:
-        version[:] = [published]
-        display.stepped(step, metrics)
-
-    host = Host(recipe, run_id, common, clock, on_open, on_step)
+    display = RunDisplay(console, watch, run_id, recipe.settings.steps)
+    host = Host(recipe, run_id, common, clock, display)
     began = clock.monotonic()
     async with open_bus(common) as bus:
         following = asyncio.create_task(watch.follow(bus, common.namespace))
@@ -123,7 +107,9 @@ async def _run(
             with display:
                 progress: Progress = await host.run()
                 wall_s = clock.monotonic() - began
-                caught_up = await watch.caught_up(version[0], recipe.settings.steps, _CAUGHT_UP_S)
+                caught_up = display.version is not None and await watch.caught_up(
+                    display.version, recipe.settings.steps, _CAUGHT_UP_S
+                )
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
@@ -137,7 +123,7 @@ async def _run(
         watch.replicas,
         published=progress.published,
         wall_s=wall_s,
-        resumed_from=began_at[0],
+        resumed_from=display.began_at,
     )
     console.print(summary_table(result))
     for path in _summary_paths(run_id, summary):

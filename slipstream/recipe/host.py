@@ -6,7 +6,7 @@ import getpass
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,8 @@ from slipstream.errors import RetryableError
 from slipstream.recipe.bundle import bundle
 from slipstream.recipe.feeder import Feeder, count_published
 from slipstream.recipe.loader import Recipe
-from slipstream.recipe.run import Progress, Run, standard_loop
+from slipstream.recipe.run import Listener, Progress, Run, standard_loop
 from slipstream.settings import CommonSettings
-from slipstream.v1.common_pb2 import Version
 from slipstream.v1.rollout_pb2 import GrpcReward, PythonReward, RewardSpec
 from slipstream.v1.trainer_service_pb2 import OpenRunRequest, OpenRunResponse
 from slipstream.v1.trainer_service_pb2_grpc import TrainerServiceStub
@@ -42,8 +41,7 @@ class Host:
     run_id: str
     common: CommonSettings
     clock: Clock
-    on_open: Callable[[OpenRunResponse], None]
-    on_step: Callable[[int, Version, Mapping[str, float]], None]
+    listener: Listener
 
     async def run(self) -> Progress:
         """Runs to the last step, going on from the last checkpoint whenever a service was away.
@@ -84,7 +82,7 @@ class Host:
     async def _attempt(self, bus: Bus, rewards: list[RewardSpec]) -> Progress:
         target = self.common.trainer_target
         async with rpc.make_channel(target) as channel, self._hold(target, channel) as (opened, lost):
-            self.on_open(opened)
+            self.listener.opened(opened)
             saved = Progress.from_bytes(opened.recipe_state)
             known = await count_published(bus, self.common.namespace, self.run_id)
             feeder = Feeder(
@@ -95,7 +93,7 @@ class Host:
                 rewards,
                 published=max(saved.published, known),
             )
-            run = Run(self.run_id, self.recipe.settings, opened, feeder, (target, channel), self.on_step)
+            run = Run(self.run_id, self.recipe.settings, opened, feeder, (target, channel), self.listener)
             loop = self.recipe.loop or standard_loop
             await _first_to_end(loop(run), feeder.run(), lost)
             run.progress.published = feeder.published

@@ -2,10 +2,10 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, Protocol
 
 from slipstream import rpc
 from slipstream.errors import ConfigError
@@ -93,6 +93,22 @@ class Progress:
         return cls(**json.loads(data)) if data else cls()
 
 
+class Listener(Protocol):
+    """Hears how a run goes."""
+
+    def opened(self, answer: OpenRunResponse) -> None:
+        """The run is held; also after each resumption."""
+        ...
+
+    def stepped(self, step: int, version: Version, metrics: Mapping[str, float]) -> None:
+        """A step was published."""
+        ...
+
+    def complained(self, subject: str, reason: str) -> None:
+        """A group was void or dropped, or a completion could not be scored."""
+        ...
+
+
 class Run:
     """One run, held by this process."""
 
@@ -103,7 +119,7 @@ class Run:
         opened: OpenRunResponse,
         feeder: Feeder,
         trainer: tuple[str, Any],
-        on_step: Callable[[int, Version, Mapping[str, float]], None],
+        listener: Listener,
     ) -> None:
         self.id = run_id
         self.settings = settings
@@ -115,7 +131,7 @@ class Run:
         """Metrics of the step being made; `log` adds to them, `publish` records them."""
         self._session, self._feeder = opened.session_id, feeder
         self._target, self._trainer = trainer[0], TrainerServiceStub(trainer[1])
-        self._on_step = on_step
+        self._listener = listener
         self._in_batch = 0
         self._step_began = time.monotonic()
         self._update_feeder()
@@ -145,7 +161,12 @@ class Run:
         if summary.record.outcome == GROUP_OUTCOME_TRAINED:
             groups.append(Group(summary.record, list(summary.samples)))
             self._in_batch += 1
+            for sample in summary.samples:
+                if not sample.scored:
+                    self._listener.complained(f"completion {sample.sample_id} has no reward", sample.error)
             return
+        fate = "void" if summary.record.outcome == GROUP_OUTCOME_VOID else "dropped"
+        self._listener.complained(f"group {summary.record.group_id} is {fate}", summary.record.reason)
         outcomes[summary.record.outcome] += 1
         if summary.record.outcome == GROUP_OUTCOME_VOID:
             self.progress.void += 1
@@ -221,7 +242,7 @@ class Run:
         self.version = response.version
         self.metrics.update({f"publish/{name}": value for name, value in response.metrics.items()})
         self.metrics["time/publish_s"] = time.monotonic() - began
-        self._on_step(self.step, self.version, dict(self.metrics))
+        self._listener.stepped(self.step, self.version, dict(self.metrics))
         self.metrics, self._step_began = {}, time.monotonic()
         return dict(response.metrics)
 

@@ -27,7 +27,7 @@ def summarize(
     """Summary of a run, ready for JSON; figures that were never measured are null.
 
     Args:
-        steps: every StepRecord of the run in log order; a step made again after a crash counts once, the last time.
+        steps: every StepRecord of the run in log order; a step made again after a crash counts once.
         replicas: every status of the run's replicas since this process took the run.
         published: prompt groups published.
         wall_s: seconds this process ran the recipe.

@@ -57,7 +57,7 @@ class NextBatchRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., num_groups: _Optional[int] = ...) -> None: ...
 
 class SampleSummary(_message.Message):
-    __slots__ = ("sample_id", "scored", "reward", "parts", "num_tokens", "truncated")
+    __slots__ = ("sample_id", "scored", "reward", "parts", "num_tokens", "truncated", "error")
     class PartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -71,13 +71,15 @@ class SampleSummary(_message.Message):
     PARTS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     sample_id: str
     scored: bool
     reward: float
     parts: _containers.ScalarMap[str, float]
     num_tokens: int
     truncated: bool
-    def __init__(self, sample_id: _Optional[str] = ..., scored: _Optional[bool] = ..., reward: _Optional[float] = ..., parts: _Optional[_Mapping[str, float]] = ..., num_tokens: _Optional[int] = ..., truncated: _Optional[bool] = ...) -> None: ...
+    error: str
+    def __init__(self, sample_id: _Optional[str] = ..., scored: _Optional[bool] = ..., reward: _Optional[float] = ..., parts: _Optional[_Mapping[str, float]] = ..., num_tokens: _Optional[int] = ..., truncated: _Optional[bool] = ..., error: _Optional[str] = ...) -> None: ...
 
 class GroupSummary(_message.Message):
     __slots__ = ("record", "samples")

@@ -229,6 +229,7 @@ def _samples(arrived: Arrived) -> list[pb.SampleSummary]:
             parts=score.parts,
             num_tokens=len(completion.token_ids),
             truncated=completion.finish_reason == FINISH_REASON_LENGTH,
+            error=score.error,
         )
         for completion, score in pairs
     ]

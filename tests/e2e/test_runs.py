@@ -1,0 +1,131 @@
+"""Whole runs on the torch engine and a tiny model: learning, resuming, and what users do wrong."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from slipstream.bus import open_bus
+from slipstream.settings import CommonSettings
+from slipstream.topics import ROLLOUTS, dead_letter_name
+from tests.e2e.recipes import letters
+from tests.e2e.stack import Deployment, deployment, interrupt, until_line
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.integration, pytest.mark.timeout(420)]
+
+
+@pytest_asyncio.fixture
+async def stack(deployment_settings: CommonSettings, tmp_path: Path) -> AsyncIterator[Deployment]:
+    model = make_tiny_model(tmp_path / "model")
+    async with deployment(deployment_settings, tmp_path, model) as running:
+        yield running
+
+
+@pytest.fixture
+def deployment_settings(request: pytest.FixtureRequest) -> CommonSettings:
+    settings: CommonSettings = request.getfixturevalue("deployment")
+    return settings
+
+
+async def test_reward_rises_within_the_bound_and_nothing_is_lost(stack: Deployment, tmp_path: Path) -> None:
+    done = await stack.run(letters(tmp_path, steps=20, save_every=0), "--run", "learn")
+    assert done.code == 0, done.output
+    summary = done.summary("learn")
+    assert summary["reward_mean_last_5"] > summary["reward_mean_first_5"] + 0.2
+    assert summary["max_lag"] <= 1
+    assert summary["groups_trained"] == 20 * 4
+    assert summary["requests_lost"] == 0
+    assert summary["groups_void"] == summary["groups_dropped"] == 0
+    assert summary["versions"] == {"rollout-0": "1-20"}
+    assert summary["mismatch_k3_lag0_max"] < 1e-3
+
+    # The same command again has nothing to do, says so, and spoils nothing.
+    again = await stack.run(letters(tmp_path, steps=20, save_every=0), "--run", "learn")
+    assert again.code == 0, again.output
+    assert again.summary("learn")["steps"] == 20
+
+    # Synchronous training is the same code with S = 0.
+    synchronous = await stack.run(letters(tmp_path, steps=3, max_lag=0), "--run", "sync")
+    assert synchronous.code == 0, synchronous.output
+    assert synchronous.summary("sync")["max_lag"] == 0
+
+
+async def test_a_run_survives_the_death_of_each_of_its_processes(stack: Deployment, tmp_path: Path) -> None:
+    recipe, options = letters(tmp_path, steps=12, save_every=2), ("--run", "resume")
+
+    process = await stack.spawn(recipe, *options)
+    await until_line(process, r"^step 3/")
+    second = await stack.run(recipe, *options)
+    assert second.code != 0
+    assert "held by" in second.output
+    output = await interrupt(process)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "goes on from the last checkpoint" in output
+
+    process = await stack.spawn(recipe, *options)
+    await until_line(process, r"goes on from step 2")
+    await until_line(process, r"^step 5/")
+    await stack.kill("trainer")
+    await stack.start("trainer")
+    await until_line(process, r"^step 7/")
+    await stack.kill("rollout")
+    await stack.start("rollout")
+    rest, _ = await process.communicate()
+    assert process.returncode == 0, rest.decode()
+
+    done = await stack.run(recipe, *options)
+    summary = done.summary("resume")
+    assert summary["steps"] == 12
+    assert summary["groups_trained"] == 12 * 4
+    assert summary["max_lag"] <= 1 + 12
+    assert summary["requests_lost"] == 0
+
+
+async def test_what_users_do_wrong_gets_a_clear_answer_and_loses_nothing(
+    stack: Deployment, tmp_path: Path
+) -> None:
+    missing = await stack.run(tmp_path / "nowhere.py")
+    assert missing.code == 2
+    assert "no such recipe file" in missing.output
+
+    # Foreign bytes on a topic go to the dead letters, and the pipeline goes on.
+    async with open_bus(stack.settings) as bus:
+        await bus.producer.send(ROLLOUTS.full_name(stack.settings.namespace), b"\xff not a message", key="x")
+
+    # Every fourth completion fails in one of the ways rewards fail; the rest still trains.
+    fails = (
+        "import os, time\n"
+        "    n = int(completion.sample_id.rsplit('/', 1)[1])\n"
+        "    if n == 0: raise ValueError('no such word')\n"
+        "    if n == 1: return float('nan')\n"
+        "    if n == 2 and prompt.group_id.endswith('/3'): os._exit(1)\n"
+        "    return completion.text.count('a') / 8"
+    )
+    done = await stack.run(letters(tmp_path, steps=3, reward=fails), "--run", "faults", timeout_s=360)
+    assert done.code == 0, done.output
+    summary = done.summary("faults")
+    assert summary["groups_trained"] == 12
+    assert summary["requests_lost"] == 0
+
+    async with open_bus(stack.settings) as bus:
+        name = dead_letter_name(stack.settings.namespace, "reward")
+        offsets = await bus.topic_offsets([name])
+    assert sum(end - start for start, end in offsets.values()) == 1
+
+
+async def test_a_reward_that_always_fails_voids_its_groups_with_the_reason(
+    stack: Deployment, tmp_path: Path
+) -> None:
+    process = await stack.spawn(letters(tmp_path, steps=2, reward="raise KeyError('label')"), "--run", "void")
+    output = ""
+    assert process.stdout is not None
+    async with asyncio.timeout(120):
+        while "KeyError" not in output:
+            output += (await process.stdout.readline()).decode()
+    await interrupt(process)
+    assert "void" in output
+    assert "label" in output
