@@ -49,7 +49,7 @@ class Recipe:
         for item in islice(self._all_prompts(), start, None):
             if not isinstance(item, Prompt):
                 raise ConfigError(
-                    f"{self.path}: prompt {position} is a {type(item).__name__}, not a slipstream.recipe.Prompt"
+                    f"{self.path}: prompt {position} is a {type(item).__name__}, not a Prompt"
                 )
             yield item
             position += 1

@@ -57,7 +57,7 @@ class Settings(BaseModel):
     """Gradient norm to clip to; 0 for no clipping."""
     loss: Loss = Loss()
     scale_by_std: bool = True
-    """Divide advantages by the group's standard deviation (GRPO); False: subtract the mean alone (Dr. GRPO)."""
+    """Divide advantages by the group's std (GRPO); False: take off the mean alone (Dr. GRPO)."""
     save_every: int = Field(10, ge=0)
     """Steps between checkpoints; the last step is always saved. 0: the last alone."""
     reward_timeout_s: float = Field(30.0, gt=0)
