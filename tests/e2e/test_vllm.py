@@ -1,4 +1,4 @@
-"""A real model on the real engine: three steps, swaps in place, and the engine's weights are those published."""
+"""A real model on the real engine: swaps in place, and the engine holds exactly the published weights."""
 
 from collections.abc import Sequence
 from pathlib import Path
