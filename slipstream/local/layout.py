@@ -111,6 +111,9 @@ def process_variables(
             f"{mine}CHECKPOINT_DIR": str(home / "checkpoints"),
             f"{mine}DEVICE": device,
         }
+    elif service == "reward":
+        # A stable name lets Kafka hand its partitions back at once after a crash.
+        placed |= {f"{mine}REPLICA_ID": "reward-0"}
     elif service == "monitor":
         placed |= {f"{mine}PAGE_PORT": str(ports.page)}
     return defaults | dict(client) | placed
