@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     for name, default in (("groups", 8), ("samples", 8), ("shared", 45), ("prompt", 15), ("new", 12)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compute", default="auto")

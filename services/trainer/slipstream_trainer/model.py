@@ -4,7 +4,6 @@ The module's weights are at all times bit for bit those that are published, so t
 different ones. Gradients are added up in fp32 on the masters, tensor by tensor, with no gather of the model.
 """
 
-import logging
 import math
 import re
 from collections.abc import Mapping
@@ -17,10 +16,8 @@ from torch import Tensor
 
 from slipstream.delta.tensors import RawTensor, load_checkpoint
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream_trainer.logprobs import token_logprobs
 from slipstream_trainer.packing import Row
-
-_log = logging.getLogger(__name__)
-_LOGIT_CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -104,11 +101,8 @@ class Policy:
             use_cache=False,
             logits_to_keep=self._put(row.predictors),
         ).logits[0]
-        logits = logits.float() / row.temperature
         predictor, target = self._put(row.predictor), self._put(row.target)
-        norm = logits.logsumexp(-1)
-        logp = logits[predictor, target] - norm[predictor]
-        return Forward(logp, _entropy(logits.detach(), norm.detach())[predictor])
+        return Forward(*token_logprobs(logits, row.temperature, predictor, target))
 
     def backward(self, loss: Tensor) -> None:
         """Adds the loss's gradient to the masters'."""
@@ -252,12 +246,6 @@ def _check_names(path: Path, module: torch.nn.Module, exported: set[str]) -> Non
             f"{missing[:3] or 'none'}, only in the class {unknown[:3] or 'none'}; "
             "such a model cannot be published"
         )
-
-
-def _entropy(logits: Tensor, norm: Tensor) -> Tensor:
-    """H = log Z - sum p logit, a few rows at a time to bound memory. [R, V], [R] -> [R]."""
-    parts = zip(torch.split(logits, _LOGIT_CHUNK), torch.split(norm, _LOGIT_CHUNK), strict=True)
-    return torch.cat([z - ((x - z[:, None]).exp_() * x).sum(-1) for x, z in parts])
 
 
 def _to_raw(p: Tensor) -> RawTensor:

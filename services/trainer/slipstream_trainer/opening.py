@@ -118,7 +118,7 @@ async def open_run(
         publisher=Publisher(blobs, weightsync.commit, run_id, num_shards=settings.delta_shards, clock=clock),
         lineage=[*(state.lineage if state else []), Origin(epoch, step)],
         step=step,
-        micro_batch_tokens=settings.micro_batch_tokens,
+        micro_batch_tokens=settings.micro_batch_tokens or (512 if policy.device.type == "cpu" else 8192),
         checkpoint_dir=settings.checkpoint_dir,
         keep_checkpoints=settings.keep_checkpoints,
         records=[GroupRecord.FromString(bytes.fromhex(r)) for r in state.records] if state else [],
