@@ -1,5 +1,6 @@
 """Trace context through gRPC metadata: interceptors for servers and channels."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -78,12 +79,17 @@ class TraceUnaryInterceptor(grpc.aio.UnaryUnaryClientInterceptor):  # type: igno
         method = _text(client_call_details.method)
         if not telemetry.enabled() or method.startswith(_UNWATCHED):
             return await continuation(client_call_details, request)
-        tracer = telemetry.tracer()
-        with tracer.start_as_current_span(
-            method.lstrip("/"), kind=SpanKind.CLIENT, attributes=_attributes(method), end_on_exit=False
+        with telemetry.tracer().start_as_current_span(
+            method.lstrip("/"), kind=SpanKind.CLIENT, attributes=_attributes(method)
         ) as span:
             call = await continuation(_with_trace(client_call_details), request)
-        call.add_done_callback(lambda done: _end(span, done))
+            try:
+                code = await call.code()
+            except asyncio.CancelledError:
+                call.cancel()
+                raise
+            if code is not grpc.StatusCode.OK:
+                span.set_status(Status(StatusCode.ERROR, code.name))
         return call
 
 
@@ -107,13 +113,6 @@ def server_interceptors() -> list[Any]:
 def _with_trace(details: Any) -> Any:
     metadata = grpc.aio.Metadata(*(details.metadata or ()), *telemetry.inject().items())
     return details._replace(metadata=metadata)
-
-
-def _end(span: Span, call: Any) -> None:
-    # A finished call's code is kept; asking for it again would be a coroutine.
-    if call.cancelled():
-        span.set_status(Status(StatusCode.ERROR, "cancelled"))
-    span.end()
 
 
 def _attributes(method: str) -> dict[str, str]:

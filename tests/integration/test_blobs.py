@@ -179,11 +179,8 @@ async def test_a_deleted_key_can_be_created_again(store: BlobStore) -> None:
 
 
 async def test_of_rivals_who_create_one_key_exactly_one_wins(
-    connect: Callable[[], BlobStore], request: pytest.FixtureRequest
+    connect: Callable[[], BlobStore],
 ) -> None:
-    if "versitygw" in request.node.name:
-        # Its posix backend (1.7.0, 1.8.0) looks for the key before the upload and not when it links the file.
-        request.applymarker(pytest.mark.xfail(reason="versitygw checks If-None-Match without atomicity"))
     rivals = [connect() for _ in range(4)]
     for attempt in range(10):
         key = f"race/{attempt}"

@@ -12,7 +12,8 @@ import pytest
 
 from slipstream.local import paths, ports
 
-VERSION = "1.7.0"
+VERSION = "1.8.0"
+"""The first whose conditional create is atomic; 1.7.0 lets two rivals win now and then."""
 _MODULE = f"github.com/versity/versitygw/cmd/versitygw@v{VERSION}"
 _BUILD_S = 540
 ACCESS_KEY, SECRET_KEY = "tester", "not-a-secret"
