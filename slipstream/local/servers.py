@@ -189,7 +189,8 @@ class KafkaServer(JavaServer):
         if (self.directory / "data" / "meta.properties").exists():
             return
         cluster_id = urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
-        tool = ["kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", str(self._config)]
+        # One word: an id that begins with "-" would be taken for an option.
+        tool = ["kafka.tools.StorageTool", "format", f"--cluster-id={cluster_id}", "-c", str(self._config)]
         child = await self._spawn([*self._java(class_path), *tool])
         try:
             if await child.wait() != 0:
