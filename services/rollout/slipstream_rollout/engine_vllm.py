@@ -18,6 +18,8 @@ import asyncio
 import contextlib
 import copy
 import logging
+import os
+import select
 import threading
 import time
 import uuid
@@ -88,7 +90,7 @@ class VllmEngine:
         self._vocab_size = config.model_config.get_vocab_size()
         self._llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
         await self._engine.update_weight_version(BASE_LABEL)
-        how = await self._engine.collective_rpc("slipstream_prepare")
+        how = await self._engine.collective_rpc("slipstream_prepare", args=(os.getpid(),))
         if "reload" in how:
             _log.warning("this model's weights are replaced by a full reload: each swap pauses for longer")
 
@@ -202,8 +204,14 @@ class WeightWorker:
     vllm_config: Any
     rank: int
 
-    def slipstream_prepare(self) -> str:
-        """Makes the twin. Returns how weights will be replaced: `exchange`, `copy` or `reload`."""
+    def slipstream_prepare(self, service_pid: int) -> str:
+        """Makes the twin. Returns how weights will be replaced: `exchange`, `copy` or `reload`.
+
+        Args:
+            service_pid: process that the worker must not outlive.
+        """
+        if hasattr(os, "pidfd_open"):
+            threading.Thread(target=_end_with, args=(os.pidfd_open(service_pid),), daemon=True).start()
         logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
         self._slipstream_work: threading.Thread | None = None
         self._slipstream_error: BaseException | None = None
@@ -311,6 +319,13 @@ class WeightWorker:
                         tensor = _unpacked(module, tensor)
                     found |= _split(f"{name}.{key}", tensor, fused, shapes)
         save_file({name: t.cpu().contiguous().clone() for name, t in found.items()}, path)
+
+
+def _end_with(service: int) -> None:
+    """Ends this process when the service's does, however that came; vLLM's other processes follow it.
+    Left alone, they would finish what they have and then hold their memory for ever."""
+    select.select([service], [], [])
+    os._exit(1)
 
 
 def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -53,6 +53,8 @@ def open_engine(settings: RolloutSettings, directory: Path) -> Engine:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork of a gRPC server hangs
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", settings.threads)
+    if settings.threads == "nobind":
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # on shared cores, spinning starves the others
     from slipstream_rollout.engine_vllm import VllmEngine
 
     return VllmEngine(directory, settings)
