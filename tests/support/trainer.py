@@ -79,6 +79,11 @@ class FrailStore(MemoryStore):
             raise RetryableError("the store in memory does not answer")
         await super().put(key, data)
 
+    async def get(self, key: str) -> bytes:
+        if self.away:
+            raise RetryableError("the store in memory does not answer")
+        return await super().get(key)
+
 
 @dataclass
 class Cluster:

@@ -1,12 +1,15 @@
 """What to train on next: reads `samples`, orders, deduplicates, checks lag, accounts for every group."""
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from slipstream.blobs import BlobStore
-from slipstream.bus import Bus, Consumer, TopicPartition
+from slipstream.bus import Bus, Consumer, Record, TopicPartition
 from slipstream.bus.events import parse, send_dead_letter
+from slipstream.clock import Clock
 from slipstream.errors import PoisonMessageError
 from slipstream.pacing import Origin, Window, lag
 from slipstream.topics import SAMPLES
@@ -18,6 +21,7 @@ from slipstream.v1.train_pb2 import (
     GROUP_OUTCOME_VOID,
     GroupRecord,
 )
+from slipstream_trainer.patience import patiently
 
 DEAD_LETTER_GROUP = "trainer"
 
@@ -116,21 +120,27 @@ class Inbox:
     max_lag: int
     vocab_size: int
     window: Window[Arrived]
+    clock: Clock
     _void: list[Arrived] = field(default_factory=list)
+    _unread: deque[Record] = field(default_factory=deque)
 
     async def read(self, timeout_s: float) -> None:
         """Takes in what has arrived; waits up to `timeout_s` when nothing has.
 
-        Raises:
-            RetryableError: a large group is in the object store, and that is away.
+        May be cancelled at any point: the next call goes on from there.
         """
-        for record in await self.consumer.poll(max_records=64, timeout_s=timeout_s):
+        if not self._unread:
+            self._unread.extend(await self.consumer.poll(max_records=64, timeout_s=timeout_s))
+        while self._unread:
+            record = self._unread[0]
             try:
-                group: ScoredGroup = await parse(record, SAMPLES, blobs=self.blobs)
+                fetch = partial(parse, record, SAMPLES, blobs=self.blobs)
+                group: ScoredGroup = await patiently(fetch, self.clock, "fetching a large group")
             except PoisonMessageError as error:
                 await send_dead_letter(self.bus, self.namespace, DEAD_LETTER_GROUP, record, error)
-                continue
-            self._sort(Arrived(group, record.partition, record.offset))
+            else:
+                self._sort(Arrived(group, record.partition, record.offset))
+            self._unread.popleft()
 
     def _sort(self, arrived: Arrived) -> None:
         prompt = arrived.group.rollout.prompt
@@ -185,8 +195,14 @@ class Inbox:
             unfinished: groups taken but not yet part of a step.
         """
         offsets = {tp.partition: offset for tp, offset in self.consumer.positions().items()}
-        for arrived in (*self.window.waiting.values(), *self._void, *unfinished):
-            offsets[arrived.partition] = min(offsets[arrived.partition], arrived.offset)
+        pending: list[Arrived | Record] = [
+            *self.window.waiting.values(),
+            *self._void,
+            *self._unread,
+            *unfinished,
+        ]
+        for each in pending:
+            offsets[each.partition] = min(offsets[each.partition], each.offset)
         return offsets
 
     def consumed(self, unfinished: Iterable[Arrived]) -> tuple[int, list[int]]:

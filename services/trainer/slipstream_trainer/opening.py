@@ -23,7 +23,8 @@ from slipstream_trainer import checkpoint
 from slipstream_trainer.batches import Arrived, Inbox, open_consumer
 from slipstream_trainer.checkpoint import Checkpoint
 from slipstream_trainer.model import AdamW, Policy
-from slipstream_trainer.run import Run, patiently
+from slipstream_trainer.patience import patiently
+from slipstream_trainer.run import Run
 from slipstream_trainer.settings import TrainerSettings
 
 _log = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ async def open_run(
         blobs=blobs,
         namespace=namespace,
         clock=clock,
-        inbox=Inbox(consumer, bus, blobs, namespace, run_id, config.max_lag, policy.vocab_size, kept),
+        inbox=Inbox(consumer, bus, blobs, namespace, run_id, config.max_lag, policy.vocab_size, kept, clock),
         publisher=Publisher(blobs, weightsync.commit, run_id, num_shards=settings.delta_shards, clock=clock),
         lineage=[*(state.lineage if state else []), Origin(epoch, step)],
         step=step,

@@ -1,7 +1,6 @@
 """One run in the trainer's hands: batch, gradients, step, publication, checkpoint."""
 
 import asyncio
-import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,15 +10,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from google.protobuf.message import Message
 
 from slipstream.blobs import BlobStore
 from slipstream.bus import Bus
 from slipstream.bus.events import publish
 from slipstream.clock import Clock
 from slipstream.delta.tensors import Weights
-from slipstream.errors import ConfigError, RetryableError, SlipstreamError
+from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.pacing import Origin
-from slipstream.topics import ALIGNMENT, STEPS
+from slipstream.topics import ALIGNMENT, STEPS, Topic
 from slipstream.v1.common_pb2 import Version
 from slipstream.v1.train_pb2 import AlignmentRecord, GroupRecord, LagStats, StepRecord
 from slipstream.weights.manifest import version_str
@@ -29,8 +29,8 @@ from slipstream_trainer.alignment import summary
 from slipstream_trainer.batches import Arrived, Inbox, Taken
 from slipstream_trainer.gradient import Chosen, Gradient, compute, probe
 from slipstream_trainer.model import Policy
+from slipstream_trainer.patience import patiently
 
-_log = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_RECIPE_STATE = 1 << 20
 
@@ -60,6 +60,7 @@ class Run:
     """Groups taken since the last optimizer step, by id."""
     records: list[GroupRecord] = field(default_factory=list)
     """All groups taken, trained or not, that no StepRecord has named yet."""
+    _undelivered: list[Taken] = field(default_factory=list)
     _metrics: dict[str, float] = field(default_factory=dict)
     _alignment: dict[str, AlignmentRecord] = field(default_factory=dict)
     _refused: str = ""
@@ -86,8 +87,10 @@ class Run:
         if num_groups < 1:
             raise ConfigError(f"num_groups must be at least 1, not {num_groups}")
         began = self.clock.monotonic()
-        out: list[Taken] = []
-        trainable, replace = 0, False
+        # What a call that was cancelled had taken, this one returns.
+        out = self._undelivered
+        trainable = sum(taken.arrived is not None for taken in out)
+        replace = trainable < len(out)
         while True:
             held()
             while trainable < num_groups and (taken := self.inbox.take(self.lineage, self.step)):
@@ -100,6 +103,7 @@ class Run:
                     replace = True
             waited = self.clock.monotonic() - began
             if trainable >= num_groups or replace or waited >= timeout_s:
+                self._undelivered = []
                 return out, waited
             await self.inbox.read(min(1.0, max(0.05, timeout_s - waited)))
 
@@ -211,11 +215,14 @@ class Run:
         for name, value in (metrics or {}).items():
             record.metrics[name] = value
         name = f"{self.run_id}/{self.epoch}/{record.step}"
-        await publish(self.bus, self.namespace, STEPS, record, blobs=self.blobs, event_id=f"steps/{name}")
+        await self._send(STEPS, record, f"steps/{name}")
         for each in alignment:
-            event_id = f"alignment/{name}/{each.group_id}"
-            await publish(self.bus, self.namespace, ALIGNMENT, each, blobs=self.blobs, event_id=event_id)
+            await self._send(ALIGNMENT, each, f"alignment/{name}/{each.group_id}")
         self._unsent = None
+
+    async def _send(self, topic: Topic, message: Message, event_id: str) -> None:
+        send = partial(publish, self.bus, self.namespace, topic, message, blobs=self.blobs, event_id=event_id)
+        await patiently(send, self.clock, f"recording step {self.step}")
 
     async def publish_anchor(self) -> None:
         """Publishes the weights in full, as the first version of this epoch."""
@@ -277,15 +284,3 @@ class Run:
         whole = checkpoint.Checkpoint(state, self.policy.masters, moments, torch.get_rng_state())
         write = partial(checkpoint.save, self.checkpoint_dir, whole, keep=self.keep_checkpoints)
         return await self._on_thread(write)
-
-
-async def patiently(work: Callable[[], Awaitable[T]], clock: Clock, what: str) -> T:
-    """Does `work`, again and again with growing pauses while a dependency is away."""
-    pause = 0.5
-    while True:
-        try:
-            return await work()
-        except RetryableError as error:
-            _log.warning("%s: %s; trying again in %.0f s", what, error, pause)
-        await clock.sleep(pause)
-        pause = min(pause * 2, 15.0)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -202,10 +202,17 @@ class TrainerService(TrainerServiceServicer):
             raise SlipstreamError("the run is not open yet; wait for the first message of OpenRun")
         return self._run
 
-    async def _working(self, phase: str, work: Awaitable[T]) -> T:
+    async def _working(self, phase: str, work: Coroutine[Any, Any, T]) -> T:
+        """Does `work` to its end even when the caller goes away: half a step is worse than a whole one."""
         self._phase = phase
+        task = asyncio.ensure_future(work)
         try:
-            return await work
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if phase in ("waiting", "opening"):
+                task.cancel()
+            await asyncio.wait([task])
+            raise
         except ConflictError as error:  # FencedError too: this trainer may not go on with the run
             if not self._fatal.done():
                 self._fatal.set_exception(error)

@@ -9,6 +9,7 @@ from slipstream_trainer.gradient import Chosen
 from slipstream.blobs.memory import MemoryStore
 from slipstream.bus.events import ensure_topics, publish
 from slipstream.bus.memory import MemoryBus
+from slipstream.clock import SystemClock
 from slipstream.pacing import Origin, Window
 from slipstream.settings import CommonSettings, load
 from slipstream.topics import SAMPLES, dead_letter_name
@@ -28,7 +29,7 @@ async def inbox(*groups: ScoredGroup, window: Window | None = None, max_lag: int
     for group in groups:
         await publish(bus, SPACE, SAMPLES, group, blobs=blobs)
     consumer = await open_consumer(bus, SPACE, {})
-    made = Inbox(consumer, bus, blobs, SPACE, RUN, max_lag, 128, window or Window(4))
+    made = Inbox(consumer, bus, blobs, SPACE, RUN, max_lag, 128, window or Window(4), SystemClock())
     await made.read(0.01)
     return made
 
@@ -159,6 +160,7 @@ async def test_reading_goes_on_so_that_waiting_void_and_untrained_groups_come_ag
         2,
         128,
         Window(3, head, set(above)),
+        SystemClock(),
     )
     await again.read(0.01)
     assert [s for s, _, _ in drain(again)] == [1, 2, 3, 4, 6, 7]

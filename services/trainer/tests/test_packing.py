@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream_trainer.model import Policy
 from slipstream_trainer.packing import Row, Sample, pack
@@ -19,6 +19,7 @@ def context(row: Row, place: int) -> list[int]:
     return [int(t) for t in row.tokens[seen]]
 
 
+@settings(deadline=None)
 @given(SAMPLES, st.integers(1, 40))
 def test_each_sampled_token_is_predicted_from_exactly_its_own_prefix(
     samples: list[Sample], budget: int
@@ -35,6 +36,7 @@ def test_each_sampled_token_is_predicted_from_exactly_its_own_prefix(
         assert found[index] == expected
 
 
+@settings(deadline=None)
 @given(SAMPLES, st.integers(1, 40))
 def test_rows_keep_the_budget_and_hold_no_prefix_twice(samples: list[Sample], budget: int) -> None:
     for row in pack(samples, budget):

@@ -279,3 +279,42 @@ async def test_publishing_waits_out_a_store_that_is_away(cluster: Cluster) -> No
         assert status.phase == "publish"
         cluster.store.away = False
         assert (await asyncio.wait_for(publishing, 10)).version.number == 1
+
+
+async def test_groups_that_a_cancelled_call_had_taken_are_returned_by_the_next(cluster: Cluster) -> None:
+    async with cluster.trainer() as trainer, trainer.open() as loop:
+        await cluster.feed(scored_group(0))
+        cancelled = asyncio.ensure_future(loop.next(2))
+        await asyncio.sleep(0.3)
+        cancelled.cancel()
+        await asyncio.sleep(0.3)
+        await cluster.feed(scored_group(1))
+        assert [g.record.sequence for g in await loop.next(2)] == [0, 1]
+
+
+async def test_an_optimizer_step_whose_caller_went_away_is_whole(cluster: Cluster) -> None:
+    async with cluster.trainer() as trainer, trainer.open(groups_per_step=1) as loop:
+        await cluster.feed(scored_group(0))
+        groups = await loop.next(1)
+        await loop.gradient({s.sample_id: 1.0 for s in groups[0].samples})
+        stepping = asyncio.ensure_future(loop.optim(1))
+        await asyncio.sleep(0.002)
+        stepping.cancel()
+        if (await trainer.stub.GetTrainerStatus(pb.GetTrainerStatusRequest())).phase == "idle":
+            await asyncio.sleep(0.05)  # it came too late, or not at all: both leave the trainer whole
+        published = await loop.publish()
+        assert published.version.number in (0, 1)
+        assert (published.metrics["changed"] > 0) == (published.version.number == 1)
+
+
+async def test_a_large_group_is_waited_for_while_the_store_is_away(cluster: Cluster) -> None:
+    async with cluster.trainer() as trainer, trainer.open(groups_per_step=2) as loop:
+        large = scored_group(0)
+        large.rollout.prompt.metadata_json = "x" * 300_000
+        await cluster.feed(large, scored_group(1))
+        cluster.store.away = True
+        waiting = asyncio.ensure_future(loop.next(2))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        cluster.store.away = False
+        assert [g.record.sequence for g in await asyncio.wait_for(waiting, 10)] == [0, 1]
