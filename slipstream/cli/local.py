@@ -16,7 +16,7 @@ from slipstream import logs
 from slipstream.blobs import open_store
 from slipstream.bus import open_bus
 from slipstream.bus.events import ensure_topics
-from slipstream.errors import SlipstreamError
+from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.local import LocalStack, StackOptions, home_directory, layout, models, paths, state
 from slipstream.local.process import tail
 from slipstream.settings import CommonSettings, load
@@ -103,7 +103,8 @@ def _until_ready(home: Path, process: "subprocess.Popen[bytes]", console: Consol
         if live is not None and live["pid"] == process.pid and live["status"] == "ready":
             return str(live["page"])
         if ended:
-            raise SlipstreamError(text[shown:].strip().removeprefix("error: ") or f"see {log}")
+            kind = ConfigError if process.returncode == 2 else SlipstreamError
+            raise kind(text[shown:].strip().removeprefix("error: ") or f"see {log}")
         if lines := text[shown : text.rfind("\n") + 1]:
             shown += len(lines)
             if not lines.startswith("ready"):

@@ -120,12 +120,19 @@ def test_up_status_doctor_and_down(cli: Cli) -> None:
     assert all(ports.is_free(port) for port in layout.Ports(cli.base).named().values())
 
 
+def _until_services_start(process: "subprocess.Popen[str]") -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("starting services"):
+            return
+    raise AssertionError("the services were not started")
+
+
 def test_a_killed_supervisor_takes_its_children_along(cli: Cli) -> None:
-    code, text = cli(*cli.up, "--detach")
-    assert code == 0, text
-    live = state.read_live(cli.home)
-    assert live is not None
-    os.kill(live["pid"], signal.SIGKILL)
+    with cli.start(*cli.up) as process:
+        _until_services_start(process)
+        assert len(_processes_of(cli.home)) > 3
+        process.kill()
     _until_nothing_runs(cli.home)
     code, text = cli("status")
     assert code == 1
@@ -134,12 +141,10 @@ def test_a_killed_supervisor_takes_its_children_along(cli: Cli) -> None:
 
 def test_ctrl_c_while_services_start_leaves_nothing(cli: Cli) -> None:
     with cli.start(*cli.up) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("starting services"):
-                break
+        _until_services_start(process)
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
         rest = process.stdout.read()
     assert process.returncode == 0, rest
     assert rest == "stopping\n"
