@@ -1,11 +1,11 @@
 # make demo        set-up, then teach a small real model to add, through real Kafka, a real S3 server and vLLM
 # make test        set-up, then lint and every test
 #
-# Options: STEPS=30  MODEL=directory-or-name  PORT_BASE=47100  RECIPE=file  ENGINE=cpu|gpu (which vLLM to install)
+# Options: STEPS=30  MODEL=directory-or-name  PORT_BASE=17100  RECIPE=file  ENGINE=cpu|gpu (which vLLM to install)
 
 STEPS ?= 30
 MODEL ?= smollm2-135m-instruct
-PORT_BASE ?= 47100
+PORT_BASE ?= 17100
 RECIPE ?= examples/arithmetic/recipe.py
 RUN ?= demo-$(shell date +%Y%m%d-%H%M%S)
 PYTEST_ARGS ?=

@@ -42,7 +42,7 @@ def up(
     SLIPSTREAM_KAFKA_BOOTSTRAP or SLIPSTREAM_STORE_URL, where set, is used instead of starting one.
     """
     logs.configure("slipstream", "WARNING")
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     options = StackOptions(model=model, engine=engine, replicas=replicas, device=device, port_base=port_base)
     if detach:
         _up_detached(options, console)
@@ -115,7 +115,7 @@ def _until_ready(home: Path, process: "subprocess.Popen[bytes]", console: Consol
 
 def down() -> None:
     """Stops the local stack."""
-    console, home = Console(highlight=False), home_directory()
+    console, home = Console(highlight=False, soft_wrap=True), home_directory()
     live = state.read_live(home)
     if live is None:
         stale = state.read(home)

@@ -7,7 +7,7 @@ from pathlib import Path
 from slipstream.settings import PREFIX
 
 HOST = "127.0.0.1"
-DEFAULT_PORT_BASE = 47100
+DEFAULT_PORT_BASE = 17100
 DEFAULT_BUCKET = "slipstream"
 # Variables that `up` itself decides: where each process listens and what it is called.
 _PLACED = ("_PORT", "_HOST", "_TARGET", "_REPLICA_ID", "_WORK_DIR")

@@ -42,7 +42,7 @@ class StackOptions:
     home: Path | None = None
     """State directory: logs, data, checkpoints. Default SLIPSTREAM_HOME or `.slipstream`."""
     port_base: int | None = None
-    """First of the ports; default 47100."""
+    """First of the ports; default 17100."""
     model: str = ""
     """Directory or name; default SmolLM2-135M-Instruct."""
     engine: str = ""

@@ -58,6 +58,12 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
             runner.run(kafka.stop())
 
 
+@pytest.fixture(scope="session")
+def kafka_bootstrap(servers: Servers) -> str:
+    """Address of the run's Kafka."""
+    return servers.kafka.bootstrap
+
+
 @pytest.fixture
 def common_settings(servers: Servers) -> CommonSettings:
     """Settings for the run's servers, with a namespace and an existing bucket that no other test uses."""

@@ -29,7 +29,7 @@ def test_every_process_of_a_stack_has_a_port_of_its_own(base: int, replicas: int
 
 def test_the_client_environment_is_valid_settings() -> None:
     settings = load(CommonSettings, CLIENT)
-    assert settings.kafka_bootstrap == "127.0.0.1:47100"
+    assert settings.kafka_bootstrap == "127.0.0.1:17100"
     assert settings.store_secret_key.get_secret_value() == "secret"
 
 
@@ -52,8 +52,8 @@ def test_where_a_process_listens_is_not_for_the_user_to_set() -> None:
         "SLIPSTREAM_TRAINER_TARGET": "y:1",
     }
     client = layout.client_variables(layout.Ports(), "key", "secret", user)
-    assert client["SLIPSTREAM_TRAINER_TARGET"] == "127.0.0.1:47105"
-    assert _variables("trainer", client)["SLIPSTREAM_TRAINER_PORT"] == "47105"
+    assert client["SLIPSTREAM_TRAINER_TARGET"] == "127.0.0.1:17105"
+    assert _variables("trainer", client)["SLIPSTREAM_TRAINER_PORT"] == "17105"
     assert _variables("rollout-1", client)["SLIPSTREAM_ROLLOUT_REPLICA_ID"] == "rollout-1"
 
 
