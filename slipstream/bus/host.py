@@ -47,7 +47,10 @@ class Host:
         """Ends what is left, in a bounded time."""
         await asyncio.gather(*(consumer.close() for consumer in list(self._consumers)))
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=2 * CLOSE_S)
+            await asyncio.wait(self._tasks, timeout=CLOSE_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def start(self) -> None:
         await self.wait_out(self.ping)
@@ -105,8 +108,8 @@ class Host:
         self._consumers.discard(consumer)
 
     def later(self, closing: Coroutine[Any, Any, Any]) -> None:
-        """Runs a clean-up that nobody waits for, for a bounded time."""
-        task = asyncio.create_task(bounded(closing))
+        """Runs a clean-up that nobody waits for."""
+        task = asyncio.create_task(closing)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -124,12 +127,12 @@ class Host:
         await self.close()
 
 
-async def bounded(closing: Coroutine[Any, Any, Any]) -> None:
-    """Awaits a clean-up that may hang or fail, even with a cancellation that is not ours."""
+async def bounded(closing: Coroutine[Any, Any, Any]) -> bool:
+    """Awaits a clean-up that may hang or fail, even with a cancellation that is not ours; True when it went
+    well."""
     task = asyncio.ensure_future(closing)
     try:
         await asyncio.wait([task], timeout=CLOSE_S)
     finally:
         task.cancel()
-    if task.done() and not task.cancelled():
-        task.exception()
+    return task.done() and not task.cancelled() and task.exception() is None

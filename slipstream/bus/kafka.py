@@ -28,8 +28,10 @@ from slipstream.errors import ConfigError, IntegrityError, RetryableError
 from slipstream.settings import CommonSettings
 
 _HEADER_BYTES = 48 * 1024
-_REQUEST_S = 20.0
+_REQUEST_S = 15.0
 _ANSWER_S = 10.0
+_START_S = 4 * _REQUEST_S
+"""Longer than all steps of a client's start may take: cancelled in one, it leaves a connection open."""
 
 _AWAY = (kafka_errors.KafkaError, OSError, TimeoutError)
 _NEVER = (
@@ -163,7 +165,7 @@ class KafkaBus(Host):
             compression_type="zstd",
             **self._options("producer"),
         )
-        return await self._started(client, _Writer(client))
+        return await self._started(client, _Writer(self, client))
 
     async def _open_consumer(self, **options: Any) -> AIOKafkaConsumer:
         client = AIOKafkaConsumer(
@@ -172,6 +174,8 @@ class KafkaBus(Host):
             isolation_level="read_committed",
             max_partition_fetch_bytes=4 * MAX_RECORD_BYTES,
             session_timeout_ms=45_000,
+            # Below the request timeout, because the answer to a join comes when all members have joined.
+            rebalance_timeout_ms=10_000,
             heartbeat_interval_ms=3_000,
             max_poll_interval_ms=600_000,
             **options,
@@ -181,13 +185,13 @@ class KafkaBus(Host):
 
     async def _started(self, client: Any, made: T) -> T:
         try:
-            async with asyncio.timeout(_ANSWER_S):
+            async with asyncio.timeout(_START_S):
                 await client.start()
         except _AWAY as error:
-            self.later(_stop(client))
+            self.later(self.end(client))
             raise await self._unreachable(error) from None
         except BaseException:
-            self.later(_stop(client))
+            self.later(self.end(client))
             raise
         return made
 
@@ -224,8 +228,9 @@ class KafkaBus(Host):
     async def _ask(self, call: Callable[[Any, Any], Awaitable[Any]]) -> Any:
         """Makes a request with the shared admin client and reader; replaces them when it fails."""
         try:
-            async with asyncio.timeout(_ANSWER_S):
+            async with asyncio.timeout(_START_S):
                 admin, reader = await self._clients()
+            async with asyncio.timeout(_ANSWER_S):
                 answer = await call(admin, reader)
         except _AWAY as error:
             self._forget_clients()
@@ -248,9 +253,18 @@ class KafkaBus(Host):
         admin, self._admin = self._admin, None
         reader, self._reader = self._reader, None
         if admin:
-            self.later(admin.close())
+            self.later(bounded(admin.close()))
         if reader:
-            self.later(_stop(reader))
+            self.later(self.end(reader))
+
+    async def end(self, client: AIOKafkaConsumer | AIOKafkaProducer) -> None:
+        """Ends a client in a bounded time. Its stop() waits for ever for a broker that is away, or fails half
+        way: the connections are ended apart."""
+        connections = client.client if isinstance(client, AIOKafkaProducer) else client._client
+        clean = await bounded(client.stop())
+        await bounded(connections.close())
+        if not clean:
+            self.later(_end_stragglers(connections))
 
 
 def _connection(settings: CommonSettings) -> dict[str, Any]:
@@ -275,8 +289,8 @@ def _connection(settings: CommonSettings) -> dict[str, Any]:
 class _Writer:
     """An idempotent aiokafka producer."""
 
-    def __init__(self, client: AIOKafkaProducer) -> None:
-        self._client = client
+    def __init__(self, bus: KafkaBus, client: AIOKafkaProducer) -> None:
+        self._bus, self._client = bus, client
 
     async def send(
         self, topic: str, value: bytes, key: bytes | None, headers: Mapping[str, bytes]
@@ -295,7 +309,7 @@ class _Writer:
         sender = self._client._sender.sender_task
         if sender is not None:
             sender.cancel()
-        await _stop(self._client)
+        await self._bus.end(self._client)
 
 
 class _Reader:
@@ -357,7 +371,7 @@ class _Reader:
             raise RetryableError(f"commit: {error!r}") from None
 
     async def stop(self) -> None:
-        await _stop(self._client)
+        await self._bus.end(self._client)
 
 
 class _Forget(ConsumerRebalanceListener):  # type: ignore[misc]
@@ -373,11 +387,12 @@ class _Forget(ConsumerRebalanceListener):  # type: ignore[misc]
         self._positions.clear()
 
 
-async def _stop(client: AIOKafkaConsumer | AIOKafkaProducer) -> None:
-    # stop() waits for ever for a broker that is away, or fails half way: the connections are ended apart.
-    await bounded(client.stop())
-    connections = client.client if isinstance(client, AIOKafkaProducer) else client._client
-    await bounded(connections.close())
+async def _end_stragglers(connections: Any) -> None:
+    """Ends connections that were being made while the others were ended."""
+    try:
+        await asyncio.sleep(_REQUEST_S)
+    finally:
+        await bounded(connections.close())
 
 
 def _record(entry: Any) -> Record:
