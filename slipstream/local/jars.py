@@ -4,14 +4,15 @@
 and has the right sum is used without a network; what is missing is fetched through jgo.
 """
 
+import asyncio
 import concurrent.futures
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -27,6 +28,7 @@ ROOTS = {
 }
 _PARALLEL = 8
 _ATTEMPTS = 3
+_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,11 @@ def missing(server: str, cache: Path) -> list[Jar]:
         return [jar for jar, ok in zip(jars, good, strict=True) if not ok]
 
 
-def ensure(server: str, cache: Path, report: Callable[[int, int], None] | None = None) -> list[Path]:
+def ensure(server: str, cache: Path, stop: threading.Event | None = None) -> list[Path]:
     """Makes sure of a server's jars; returns its class path. Blocking.
 
     Args:
-        report: told (jars fetched so far, jars to fetch).
+        stop: ends the fetching early when it is set, with RetryableError.
 
     Raises:
         ConfigError: jgo is not installed, or the cache directory cannot be written.
@@ -72,8 +74,17 @@ def ensure(server: str, cache: Path, report: Callable[[int, int], None] | None =
     folder = paths.make_dir(cache / "jars" / server)
     wanted = missing(server, cache)
     if wanted:
-        _fetch(wanted, folder, report or (lambda done, total: None))
+        _fetch(wanted, folder, stop or threading.Event())
     return [folder / jar.filename for jar in locked(server)]
+
+
+async def ensure_async(server: str, cache: Path) -> list[Path]:
+    """`ensure` in a thread that ends soon after the caller is cancelled."""
+    stop = threading.Event()
+    try:
+        return await asyncio.to_thread(ensure, server, cache, stop)
+    finally:
+        stop.set()
 
 
 def java() -> Path:
@@ -115,26 +126,27 @@ def _context(repo: Path) -> Any:
     return MavenContext(repo_cache=repo, remote_repos=remotes, timeout=60)
 
 
-def _fetch(jars: Sequence[Jar], folder: Path, report: Callable[[int, int], None]) -> None:
+def _fetch(jars: Sequence[Jar], folder: Path, stop: threading.Event) -> None:
     with (
         tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as staging,
         concurrent.futures.ThreadPoolExecutor(_PARALLEL) as pool,
     ):
         context = _context(Path(staging))
-        tasks = [pool.submit(_fetch_one, context, jar, folder) for jar in jars]
+        tasks = [pool.submit(_fetch_one, context, jar, folder, stop) for jar in jars]
         try:
-            for done, task in enumerate(concurrent.futures.as_completed(tasks), 1):
+            for task in concurrent.futures.as_completed(tasks):
                 task.result()
-                report(done, len(jars))
         except BaseException:
-            pool.shutdown(cancel_futures=True)
+            stop.set()
             raise
 
 
-def _fetch_one(context: Any, jar: Jar, folder: Path) -> None:
+def _fetch_one(context: Any, jar: Jar, folder: Path, stop: threading.Event) -> None:
     group, artifact, version = jar.coordinate.split(":")
     component = context.project(group, artifact).at_version(version)
     for attempt in range(_ATTEMPTS):
+        if stop.is_set():
+            raise RetryableError(f"fetching {jar.coordinate} was stopped")
         try:
             # jgo writes in place, so a broken download must go before the next attempt.
             component.artifact().cached_path.unlink(missing_ok=True)
@@ -146,7 +158,7 @@ def _fetch_one(context: Any, jar: Jar, folder: Path) -> None:
                     f"cannot fetch {jar.coordinate} from Maven ({type(error).__name__}); "
                     "check the network, or name a mirror with SLIPSTREAM_MAVEN_URL"
                 ) from None
-            time.sleep(2.0**attempt)
+            stop.wait(_PAUSE_S * 2**attempt)
     found = _sha256(fetched)
     if found != jar.sha256:
         raise IntegrityError(

@@ -68,7 +68,7 @@ class JavaServer:
         """
         ports.require_free({self.name: self.port}, "stop what uses it or choose another port")
         paths.make_dir(self.directory)
-        class_path = await asyncio.to_thread(jars.ensure, self.jars_name, self._cache)
+        class_path = await jars.ensure_async(self.jars_name, self._cache)
         await self._prepare(class_path)
         self._child = await self._spawn(self._command(class_path))
         try:

@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -149,7 +149,7 @@ def one_jar(monkeypatch: pytest.MonkeyPatch) -> jars.Jar:
     """A lock with one small jar, and a Maven repository that cannot be reached."""
     jar = jars.Jar("a.b:c:1", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad", 3)
     monkeypatch.setattr(jars, "locked", lambda server: [jar])
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(jars, "_PAUSE_S", 0.0)
     monkeypatch.setenv("SLIPSTREAM_MAVEN_URL", f"http://127.0.0.1:{ports.free(1)[0]}")
     return jar
 
@@ -174,7 +174,6 @@ def test_a_jar_that_is_not_the_locked_one_is_refused(
     tmp_path: Path, one_jar: jars.Jar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import http.server
-    import threading
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
