@@ -21,6 +21,7 @@ from aiokafka.conn import create_conn
 
 from slipstream.bus.base import MAX_RECORD_BYTES, NewTopic, Record, TopicPartition
 from slipstream.bus.host import Host, bounded
+from slipstream.bus.security import connection
 from slipstream.bus.spans import beginnings, check_span, too_large
 from slipstream.bus.supervisor import LOOK_S, Positions, SupervisedConsumer, SupervisedProducer
 from slipstream.clock import Clock, SystemClock
@@ -66,7 +67,7 @@ class KafkaBus(Host):
         """
         super().__init__(f"Kafka at {settings.kafka_bootstrap}", clock or SystemClock())
         self._settings = settings
-        self._connection = _connection(settings)
+        self._connection = {**connection(settings), "request_timeout_ms": int(_REQUEST_S * 1000)}
         self._admin: AIOKafkaAdminClient | None = None
         self._reader: AIOKafkaConsumer | None = None
         self._opening = asyncio.Lock()
@@ -265,25 +266,6 @@ class KafkaBus(Host):
         await bounded(connections.close())
         if not clean:
             self.later(_end_stragglers(connections))
-
-
-def _connection(settings: CommonSettings) -> dict[str, Any]:
-    security = settings.kafka_security
-    options: dict[str, Any] = {
-        "bootstrap_servers": settings.kafka_bootstrap,
-        "security_protocol": security,
-        "request_timeout_ms": int(_REQUEST_S * 1000),
-    }
-    if security.endswith("SSL"):
-        try:
-            options["ssl_context"] = ssl.create_default_context(cafile=settings.kafka_ca_file or None)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"SLIPSTREAM_KAFKA_CA_FILE={settings.kafka_ca_file}: {error}") from None
-    if security.startswith("SASL"):
-        options["sasl_mechanism"] = settings.kafka_sasl_mechanism
-        options["sasl_plain_username"] = settings.kafka_username
-        options["sasl_plain_password"] = settings.kafka_password.get_secret_value()
-    return options
 
 
 class _Writer:
