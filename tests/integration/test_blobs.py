@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
+from typing_extensions import Buffer
 
 from slipstream.blobs import BlobStore, get_blob, put_blob
 from slipstream.blobs.directory import DirectoryStore
@@ -105,7 +106,8 @@ async def test_what_is_put_is_got(store: BlobStore, data: bytes) -> None:
 
 
 async def test_any_buffer_can_be_put(store: BlobStore) -> None:
-    for number, data in enumerate((bytearray(b"abcd"), memoryview(b"abcd"), memoryview(b"abcd").cast("H"))):
+    buffers: list[Buffer] = [bytearray(b"abcd"), memoryview(b"abcd"), memoryview(b"abcd").cast("H")]
+    for number, data in enumerate(buffers):
         await store.put(f"{number}", data)
         await store.create(f"created-{number}", data)
         assert await store.get(f"{number}") == await store.get(f"created-{number}") == b"abcd"

@@ -45,7 +45,7 @@ async def bus(common: CommonSettings | None) -> AsyncIterator[Bus]:
         yield made
 
 
-class Scorer(RewardServiceServicer):  # type: ignore[misc]
+class Scorer(RewardServiceServicer):
     """Publishes nothing; notes the trace that it was called in."""
 
     def __init__(self) -> None:

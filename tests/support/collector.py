@@ -6,14 +6,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
-from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc as metrics
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as traces
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class Collector(
-    trace_service_pb2_grpc.TraceServiceServicer,  # type: ignore[misc]
-    metrics_service_pb2_grpc.MetricsServiceServicer,  # type: ignore[misc]
+    traces.TraceServiceServicer,
+    metrics.MetricsServiceServicer,
 ):
     """Keeps what it is sent."""
 
@@ -46,8 +48,8 @@ def collecting() -> Iterator[Collector]:
     """Runs a collector on a free port."""
     collector = Collector()
     server = grpc.server(ThreadPoolExecutor(2))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
-    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(collector, server)
+    traces.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
+    metrics.add_MetricsServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
     collector.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:
