@@ -104,7 +104,8 @@ def process_variables(
     defaults: dict[str, str] = {}
     if service == "rollout":
         placed |= {f"{mine}REPLICA_ID": process, f"{mine}WORK_DIR": str(work / process)}
-        defaults = {f"{mine}MODEL": str(model), f"{mine}ENGINE": engine}
+        # Services share the cores: binding and spinning threads would starve one another.
+        defaults = {f"{mine}MODEL": str(model), f"{mine}ENGINE": engine, f"{mine}THREADS": "nobind"}
     elif service == "trainer":
         defaults = {
             f"{mine}MODEL": str(model),

@@ -100,6 +100,7 @@ class VllmEngine:
         arguments = AsyncEngineArgs(
             model=str(self._directory),
             skip_tokenizer_init=True,
+            dtype=_compute_type(settings.compute, on_cpu),
             max_model_len=settings.max_model_len,
             max_num_seqs=256,
             enforce_eager=on_cpu,
@@ -186,6 +187,12 @@ class VllmEngine:
             self._llm = None
         for file in ("staged.safetensors", "read-back.safetensors"):
             (self._work_dir / file).unlink(missing_ok=True)
+
+
+def _compute_type(name: str, on_cpu: bool) -> Any:
+    if name == "auto":
+        name = "float32" if on_cpu and not torch.cpu._is_avx512_bf16_supported() else "bfloat16"
+    return name
 
 
 def _sampled(output: Any) -> Sampled:
@@ -318,7 +325,7 @@ class WeightWorker:
                     if key == "weight" and hasattr(module, "cpu_linear"):
                         tensor = _unpacked(module, tensor)
                     found |= _split(f"{name}.{key}", tensor, fused, shapes)
-        save_file({name: t.cpu().contiguous().clone() for name, t in found.items()}, path)
+        save_file({name: _published(t) for name, t in found.items()}, path)
 
 
 def _end_with(service: int) -> None:
@@ -362,6 +369,13 @@ def _pack_again(model: Any) -> None:
         weight = getattr(module, "weight", None)
         if hasattr(module, "cpu_linear") and weight is not None and weight.numel():
             module.quant_method.process_weights_after_loading(module)
+
+
+def _published(tensor: torch.Tensor) -> torch.Tensor:
+    """In bf16, as it was published, when it is computed with in float32 and holds nothing finer."""
+    narrow = tensor.cpu().bfloat16()
+    exact = torch.equal(narrow.to(tensor.dtype), tensor.cpu())
+    return (narrow if exact else tensor.cpu()).contiguous().clone()
 
 
 @contextlib.contextmanager
