@@ -1,16 +1,16 @@
 """Every error that Slipstream raises on purpose, in one tree.
 
-    SlipstreamError
-    ├── ConfigError          a setting or argument is wrong        -> exit at start, code 2
-    ├── RetryableError       a dependency is away or busy          -> back off, try again, commit nothing
-    │   └── StoreFullError   the object store has no room          -> same, and say so
-    ├── PoisonMessageError   this message can never be handled     -> dead-letter it, go on
-    ├── IntegrityError       bytes differ from their digest        -> fetch again, then go to an anchor
-    │   └── WrongBaseError   a delta meets weights it is not for   -> go to an anchor
-    ├── NotFoundError        an object that must exist does not    -> plan again, then go to an anchor
-    ├── ConflictError        someone else created it first         -> stop this attempt
-    │   └── FencedError      a newer owner has taken over          -> exit, code 3
-    └── RewardError          a user's reward function failed       -> record ERROR for the completion
+SlipstreamError
+├── ConfigError          a setting or argument is wrong        -> exit at start, code 2
+├── RetryableError       a dependency is away or busy          -> back off, try again, commit nothing
+│   └── StoreFullError   the object store has no room          -> same, and say so
+├── PoisonMessageError   this message can never be handled     -> dead-letter it, go on
+├── IntegrityError       bytes differ from their digest        -> fetch again, then go to an anchor
+│   └── WrongBaseError   a delta meets weights it is not for   -> go to an anchor
+├── NotFoundError        an object that must exist does not    -> plan again, then go to an anchor
+├── ConflictError        someone else created it first         -> stop this attempt
+│   └── FencedError      a newer owner has taken over          -> exit, code 3
+└── RewardError          a user's reward function failed       -> record ERROR for the completion
 """
 
 

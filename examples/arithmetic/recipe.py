@@ -1,7 +1,7 @@
 """Teaches a small model to add two-digit numbers and to answer with the bare number.
 
-SmolLM2-135M-Instruct gets about one sum in eight fully right at first. Two solved sums before the question show
-it the form; the reward is 1 for the bare right number and less for a number that is only part of the answer.
+SmolLM2-135M-Instruct gets about one sum in eight fully right at first. Two solved sums before the question
+show it the form; the reward is 1 for the bare right number, less for a number that is part of the answer.
 """
 
 import random

@@ -33,6 +33,9 @@ def up(
     engine: Annotated[str, typer.Option(help="vllm or torch; default vllm where it is installed.")] = "",
     replicas: Annotated[int, typer.Option(min=1, max=64, help="Rollout processes.")] = 1,
     device: Annotated[str, typer.Option(help="The trainer's device: auto, cpu, cuda, cuda:1, ...")] = "auto",
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Delete log, store and checkpoints of earlier runs first.")
+    ] = False,
     port_base: Annotated[
         int, typer.Option(min=1024, max=65000, help="First of the ports.")
     ] = layout.DEFAULT_PORT_BASE,
@@ -43,7 +46,9 @@ def up(
     """
     logs.configure("slipstream", "WARNING")
     console = Console(highlight=False, soft_wrap=True)
-    options = StackOptions(model=model, engine=engine, replicas=replicas, device=device, port_base=port_base)
+    options = StackOptions(
+        model=model, engine=engine, replicas=replicas, device=device, port_base=port_base, fresh=fresh
+    )
     if detach:
         _up_detached(options, console)
     else:
@@ -79,7 +84,7 @@ def _up_detached(options: StackOptions, console: Console) -> None:
     log = paths.make_dir(home / "logs") / "stack.log"
     command = [sys.executable, "-m", "slipstream.cli", "up", "--port-base", str(options.port_base)]
     command += ["--model", options.model, "--engine", options.engine, "--device", options.device]
-    command += ["--replicas", str(options.replicas)]
+    command += ["--replicas", str(options.replicas), *(["--fresh"] if options.fresh else [])]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True

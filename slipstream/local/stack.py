@@ -51,6 +51,8 @@ class StackOptions:
     """Rollout processes."""
     device: str = "auto"
     """The trainer's device."""
+    fresh: bool = False
+    """Begin without the log, the store and the checkpoints of earlier runs; they are deleted."""
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """Where the user's SLIPSTREAM_ settings come from. One that names a Kafka or a store is used
     instead of starting one."""
@@ -121,6 +123,8 @@ class LocalStack:
         ports.require_free(
             self.ports.named(), "stop what uses it, or choose others with --port-base (PORT_BASE=)"
         )
+        if self.options.fresh:
+            await asyncio.to_thread(self._delete_data)
         self._publish("starting")
         model = await self._model()
         credentials = Credentials()
@@ -159,6 +163,10 @@ class LocalStack:
         if work := stale.get("work"):
             shutil.rmtree(work, ignore_errors=True)
         await asyncio.to_thread(ports.wait_free, self.ports.named().values(), 5.0)
+
+    def _delete_data(self) -> None:
+        for name in ("kafka", "s3", "checkpoints"):
+            shutil.rmtree(self.home / name, ignore_errors=True)
 
     async def _model(self) -> Path:
         name = self.options.model or models.DEFAULT

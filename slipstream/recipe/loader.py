@@ -48,9 +48,7 @@ class Recipe:
         position = start
         for item in islice(self._all_prompts(), start, None):
             if not isinstance(item, Prompt):
-                raise ConfigError(
-                    f"{self.path}: prompt {position} is a {type(item).__name__}, not a Prompt"
-                )
+                raise ConfigError(f"{self.path}: prompt {position} is a {type(item).__name__}, not a Prompt")
             yield item
             position += 1
         raise ConfigError(

@@ -174,13 +174,21 @@ def test_bad_options_get_one_line_and_exit_code_2(cli: Cli) -> None:
 async def test_a_crashed_service_ends_the_stack_with_its_name_and_log(
     tmp_path: Path, tiny_model: Path
 ) -> None:
+    old = tmp_path / "home" / "checkpoints" / "old"
+    old.mkdir(parents=True)
     options = StackOptions(
-        home=tmp_path / "home", port_base=_port_base(), model=str(tiny_model), engine="torch", device="cpu"
+        home=tmp_path / "home",
+        port_base=_port_base(),
+        model=str(tiny_model),
+        engine="torch",
+        device="cpu",
+        fresh=True,
     )
 
     async def use_until_a_crash() -> None:
         async with LocalStack(options) as stack:
             assert client_environment(stack.home) == stack.environment
+            assert not old.exists()
             with pytest.raises(ConfigError, match="runs already"):
                 async with LocalStack(options):
                     pass
