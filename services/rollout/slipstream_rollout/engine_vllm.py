@@ -58,6 +58,7 @@ from slipstream_rollout.engine import (
     check_request,
     end_tokens,
 )
+from slipstream_rollout.layouts import published, split, unpacked
 from slipstream_rollout.settings import RolloutSettings
 
 _log = logging.getLogger(__name__)
@@ -323,9 +324,9 @@ class WeightWorker:
                 for key, parameter in module.named_parameters(recurse=False):
                     tensor = parameter.data
                     if key == "weight" and hasattr(module, "cpu_linear"):
-                        tensor = _unpacked(module, tensor)
-                    found |= _split(f"{name}.{key}", tensor, fused, shapes)
-        save_file({name: _published(t) for name, t in found.items()}, path)
+                        tensor = unpacked(module, tensor)
+                    found |= split(f"{name}.{key}", tensor, fused, shapes)
+        save_file({name: published(t) for name, t in found.items()}, path)
 
 
 def _end_with(service: int) -> None:
@@ -371,33 +372,7 @@ def _pack_again(model: Any) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def _published(tensor: torch.Tensor) -> torch.Tensor:
-    """In bf16, as it was published, when it is computed with in float32 and holds nothing finer."""
-    narrow = tensor.cpu().bfloat16()
-    exact = torch.equal(narrow.to(tensor.dtype), tensor.cpu())
-    return (narrow if exact else tensor.cpu()).contiguous().clone()
-
-
 @contextlib.contextmanager
 def _shapes(path: str) -> Iterator[dict[str, list[int]]]:
     with safe_open(path, framework="pt", device="cpu") as file:
         yield {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-
-
-def _unpacked(module: Any, weight: torch.Tensor) -> torch.Tensor:
-    columns = getattr(module, "input_size_per_partition", None) or module.embedding_dim
-    identity = torch.eye(columns, dtype=weight.dtype)
-    columns_first: torch.Tensor = module.cpu_linear(identity, weight, None)
-    return columns_first.T
-
-
-def _split(
-    name: str, tensor: torch.Tensor, fused: dict[str, list[str]], shapes: dict[str, list[int]]
-) -> dict[str, torch.Tensor]:
-    """A parameter as the checkpoint tensors that it was put together from, along the first axis."""
-    owner, _, key = name.rpartition(".")
-    parent, _, last = owner.rpartition(".")
-    names = [f"{parent}.{part}.{key}" for part in fused.get(last, [])]
-    if not names or any(n not in shapes for n in names):
-        return {name: tensor}
-    return dict(zip(names, torch.split(tensor, [shapes[n][0] for n in names]), strict=True))
