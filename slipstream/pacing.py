@@ -2,14 +2,16 @@
 
 With P groups per optimizer step and staleness bound S:
 
-* the recipe keeps at most `B = (S + 1) * P` groups outstanding (published, and neither trained nor void);
 * the trainer takes groups by windowed first-in-first-out: only those whose sequence number is less than
-  `head + W`, head being the oldest group not taken yet and `W = max(1, floor(0.3 * B))`.
+  `head + W`, head being the oldest group not taken yet and
+  `W = max(1, min(floor(0.3 * (S + 1) * P), S * P + 1))`;
+* the recipe keeps at most `B = (S + 1) * P - (W - 1)` groups outstanding (published, and neither trained nor
+  void).
 
 Before a group is taken, at most the B - 1 others that were outstanding when it was published and W - 1
-younger ones can be taken, so it waits at most `(B + W - 2) // P` optimizer steps (`worst_age`). A slow group
-is never starved by quick ones, and a quick one waits for a slow one only when it is W or more places behind.
-What still exceeds S, measured on the versions that sampled the tokens, the trainer drops and records.
+younger ones can be taken, so it waits at most `(B + W - 2) // P = S` optimizer steps: no group goes stale
+for being overtaken. A slow group is never starved by quick ones, and a quick one waits for a slow one only
+when it is W or more places behind. The trainer checks the versions that sampled each token all the same.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,30 +20,34 @@ from typing import Generic, NamedTuple, TypeVar
 
 from slipstream.errors import ConfigError
 
-WINDOW_SHARE = 0.3
-
 T = TypeVar("T")
 
 
 def max_outstanding(max_lag: int, groups_per_step: int) -> int:
     """B: groups that may be published and not yet finished."""
+    return _ceiling(max_lag, groups_per_step) - (window_size(max_lag, groups_per_step) - 1)
+
+
+def window_size(max_lag: int, groups_per_step: int) -> int:
+    """W: how many of the oldest groups, counted by sequence number from the head, may be taken."""
+    # Integers only: 0.3 * 10 is not 3 in floating point on every path. The second bound leaves a whole step's
+    # groups outstanding: with S = 0 nothing may be overtaken.
+    share = _ceiling(max_lag, groups_per_step) * 3 // 10
+    return max(1, min(share, max_lag * groups_per_step + 1))
+
+
+def worst_age(max_lag: int, groups_per_step: int) -> int:
+    """Optimizer steps that can pass between a group's publication and its training: S."""
+    b, w = max_outstanding(max_lag, groups_per_step), window_size(max_lag, groups_per_step)
+    return (b + w - 2) // groups_per_step
+
+
+def _ceiling(max_lag: int, groups_per_step: int) -> int:
     if max_lag < 0 or groups_per_step < 1:
         raise ConfigError(
             f"max_lag must be >= 0 and groups_per_step >= 1, not {max_lag} and {groups_per_step}"
         )
     return (max_lag + 1) * groups_per_step
-
-
-def window_size(max_lag: int, groups_per_step: int) -> int:
-    """W: how many of the oldest groups, counted by sequence number from the head, may be taken."""
-    # Integers only: 0.3 * 10 is not 3 in floating point on every path.
-    return max(1, max_outstanding(max_lag, groups_per_step) * 3 // 10)
-
-
-def worst_age(max_lag: int, groups_per_step: int) -> int:
-    """Optimizer steps that can pass between a group's publication and its training."""
-    b, w = max_outstanding(max_lag, groups_per_step), window_size(max_lag, groups_per_step)
-    return (b + w - 2) // groups_per_step
 
 
 @dataclass
