@@ -39,7 +39,9 @@ async def test_reward_rises_within_the_bound_and_nothing_is_lost(stack: Deployme
     assert summary["max_lag"] <= 1
     assert summary["groups_trained"] == 20 * 4
     assert summary["requests_lost"] == 0
-    assert summary["groups_void"] == summary["groups_dropped"] == 0
+    assert summary["groups_void"] == 0
+    # A replica that is late with a swap samples with the version before: recorded and replaced, not trained.
+    assert summary["groups_dropped"] <= 4
     assert summary["versions"] == {"rollout-0": "1-20"}
     assert summary["mismatch_k3_lag0_max"] < 1e-3
 
