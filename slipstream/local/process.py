@@ -92,10 +92,14 @@ class Child:
         return asked
 
     def failure(self) -> SlipstreamError:
-        """Says how the child ended and shows the end of its log."""
+        """Says how the child ended, or that it still runs, and shows the end of its log."""
         code = self.returncode
-        how = f"exit code {code}" if code is None or code >= 0 else f"signal {signal.Signals(-code).name}"
-        return SlipstreamError(f"{self.name} ended with {how}; the end of {self.log}:\n{tail(self.log)}")
+        if code is None:
+            how = "still runs"
+        else:
+            how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+            how = f"ended with {how}"
+        return SlipstreamError(f"{self.name} {how}; the end of {self.log}:\n{tail(self.log)}")
 
 
 def tail(path: Path, lines: int = 15) -> str:
