@@ -17,7 +17,7 @@ from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.local import LocalStack, StackOptions, client_environment, layout, ports, state
 from tests.support.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
