@@ -14,8 +14,9 @@ BIN := .venv/bin
 
 .PHONY: demo test lint setup clean distclean
 
+# Its state is its own: `slipstream up` and its runs stay untouched.
 demo: setup
-	@exec $(BIN)/slipstream run --up $(RECIPE) --run $(RUN) --steps $(STEPS) --model $(MODEL) \
+	@SLIPSTREAM_HOME=.slipstream/demo exec $(BIN)/slipstream run --up --fresh $(RECIPE) --run $(RUN) --steps $(STEPS) --model $(MODEL) \
 		--port-base $(PORT_BASE) --summary summary.json
 
 test: setup lint

@@ -39,6 +39,7 @@ def run(
     model: Annotated[str, typer.Option(help="With --up: model name or directory.")] = "",
     engine: Annotated[str, typer.Option(help="With --up: vllm or torch.")] = "",
     port_base: Annotated[int | None, typer.Option(help="With --up: first of the ports to use.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="With --up: forget all earlier runs.")] = False,
 ) -> None:
     """Runs a recipe on whatever is up, from its last checkpoint if it has one."""
     logs.configure("slipstream", "WARNING")
@@ -49,7 +50,7 @@ def run(
             f"run name {name!r}: use 1 to 100 of a-z 0-9 . _ -, beginning with a letter or digit"
         )
     console = Console()
-    options = StackOptions(model=model, engine=engine, port_base=port_base) if up else None
+    options = StackOptions(model=model, engine=engine, port_base=port_base, fresh=fresh) if up else None
     code = asyncio.run(_interruptible(_main(loaded, name, options, summary, console), console))
     raise typer.Exit(code)
 
