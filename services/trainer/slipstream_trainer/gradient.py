@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -141,11 +142,15 @@ def _by_group(
     logp = np.concatenate([o.logp for o in outputs])
     clipped = np.concatenate([o.clipped for o in outputs])
     mu = np.array([v for row in rows for v in _per_token(row, lambda c: c.completion.logprobs, chosen)])
+    # After a swap in mid-completion the engine keeps its KV cache: a later token still depends on the older
+    # weights. Counting it as younger would mix staleness into lag 0, which is there to show numerics alone.
     lags = np.array(
         [
             v
             for row in rows
-            for v in _per_token(row, lambda c: token_lags(c.completion, lineage, step), chosen)
+            for v in _per_token(
+                row, lambda c: list(accumulate(token_lags(c.completion, lineage, step), max)), chosen
+            )
         ]
     )
     groups = np.array([chosen[i].arrived.group_id for i in sample])
