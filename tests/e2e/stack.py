@@ -99,7 +99,7 @@ async def deployment(
     """All five services on free ports until the block ends.
 
     Args:
-        extra: further environment of the services.
+        extra: further settings of services, each for the one that its name says.
     """
     free = dict(zip((*SERVICES, "page"), ports.free(len(SERVICES) + 1), strict=True))
     own = {name: {f"SLIPSTREAM_{name.upper()}_PORT": str(free[name])} for name in SERVICES}
@@ -121,7 +121,9 @@ async def deployment(
     # Only the settings that the processes share are read from here.
     load(CommonSettings, variables)
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
-    own = {name: {**threads, **variables_, **extra} for name, variables_ in own.items()}
+    own = {name: {**threads, **variables_} for name, variables_ in own.items()}
+    for name, value in extra.items():
+        own[name.split("_")[1].lower()][name] = value
     running = Deployment(settings, variables, directory, {}, own)
     try:
         await running.start(*SERVICES)

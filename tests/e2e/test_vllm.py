@@ -18,19 +18,22 @@ from slipstream.v1.weight_sync_service_pb2 import PlanUpdateRequest
 from slipstream.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
 from slipstream.v1.weights_pb2 import Manifest
 from slipstream.weights.puller import Puller
-from tests.e2e.stack import Deployment, deployment
+from tests.e2e.stack import Deployment
+from tests.e2e.stack import deployment as services
 from tests.support.fixtures import StartService
 
 ROOT = Path(__file__).parents[2]
+# Trainer and engine share the cores: neither may bind to one or spin on it.
+SHARED = {"SLIPSTREAM_ROLLOUT_THREADS": "nobind"}
 pytestmark = [pytest.mark.e2e, pytest.mark.integration, pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 async def test_three_steps_on_vllm_lose_no_request_and_leave_exactly_the_published_bits(
-    request: pytest.FixtureRequest, start_service: StartService, tmp_path: Path
+    deployment: CommonSettings, start_service: StartService, tmp_path: Path
 ) -> None:
-    settings: CommonSettings = request.getfixturevalue("deployment")
+    settings = deployment
     model = await models.prepare(models.DEFAULT, paths.cache())
-    async with deployment(settings, tmp_path, model, engine="vllm") as running:
+    async with services(settings, tmp_path, model, engine="vllm", **SHARED) as running:
         recipe = ROOT / "examples/arithmetic/recipe.py"
         done = await running.run(recipe, "--run", "vllm", "--steps", "3", timeout_s=400)
         assert done.code == 0, done.output
@@ -52,6 +55,7 @@ async def test_three_steps_on_vllm_lose_no_request_and_leave_exactly_the_publish
             "SLIPSTREAM_ROLLOUT_MODEL": str(exported),
             "SLIPSTREAM_ROLLOUT_WORK_DIR": str(tmp_path / "fresh"),
             "SLIPSTREAM_ROLLOUT_REPLICA_ID": "fresh",
+            **SHARED,
         },
         timeout_s=240,
     )
