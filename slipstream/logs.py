@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
-_QUIET = ("grpc", "uvicorn", "httpx", "asyncio", "opentelemetry")
+QUIET = ("grpc", "uvicorn", "httpx", "asyncio", "opentelemetry")
 
 
 class JsonFormatter(logging.Formatter):
@@ -51,7 +51,7 @@ def configure(service: str, level: str = "INFO", format: str = "text") -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    for name in _QUIET:
+    for name in QUIET:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level)))
     # These repeat what is wrong up to ten times a second; slipstream.bus says it once, and slipstream.blobs
     # raises it.

@@ -36,10 +36,16 @@ def session(name: str) -> Iterator[None]:
     Args:
         name: the service, e.g. `trainer`; becomes `service.name=slipstream-trainer`.
     """
-    _State.service = name
-    if not os.environ.get(ENDPOINT):
-        yield
-        return
+    before, _State.service = _State.service, name
+    try:
+        with _export(name) if os.environ.get(ENDPOINT) else contextlib.nullcontext():
+            yield
+    finally:
+        _State.service = before
+
+
+@contextlib.contextmanager
+def _export(name: str) -> Iterator[None]:
     tracers, meters = _providers(name)
     _State.tracers, _State.meters, _State.enabled = tracers, meters, True
     try:

@@ -5,6 +5,7 @@ and a bucket of its own; `deployment` has the topics too; `start_service` runs a
 """
 
 import asyncio
+import logging
 import os
 import sys
 import uuid
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import pytest
 import pytest_asyncio
 
+from slipstream import logs
 from slipstream.blobs import open_store
 from slipstream.bus import open_bus
 from slipstream.bus.events import ensure_topics
@@ -39,6 +41,19 @@ def run_now(work: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine from a synchronous fixture without touching the tests' own event loops."""
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
         return runner.run(work)
+
+
+@pytest.fixture(autouse=True)
+def _process_wide_state() -> Iterator[None]:
+    """Puts back what commands and services that run inside a test change for the whole process."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    levels = {name: logging.getLogger(name).level for name in (*logs.QUIET, "aiokafka", "urllib3")}
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
+    for name, value in levels.items():
+        logging.getLogger(name).setLevel(value)
 
 
 @pytest.fixture(scope="session")

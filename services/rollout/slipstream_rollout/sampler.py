@@ -76,7 +76,8 @@ class Sampler:
 
 def _sampling(prompt: PromptGroup) -> Sampling:
     wanted = prompt.sampling
-    if wanted.temperature == 0:
+    # Direct requests, which belong to no run, may be greedy; a run's are trained on.
+    if wanted.temperature == 0 and prompt.run_id:
         raise ConfigError("temperature is 0; sampling needs one above 0, or there is nothing to learn from")
     return Sampling(
         max_tokens=wanted.max_tokens,
