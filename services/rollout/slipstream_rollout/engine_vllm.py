@@ -111,6 +111,8 @@ class VllmEngine:
             kv_cache_memory_bytes=int(settings.kv_cache_gib * 2**30) if on_cpu else None,
             logprobs_mode="processed_logprobs",
             enable_prefix_caching=True,
+            # vLLM's 128 on a CPU is longer than many a prompt, and only whole blocks are shared in a group.
+            block_size=32 if on_cpu else None,
             generation_config="auto",
             worker_extension_cls=f"{__name__}.{WeightWorker.__name__}",
             disable_log_stats=True,
