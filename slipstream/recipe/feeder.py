@@ -12,13 +12,15 @@ from slipstream.errors import PoisonMessageError
 from slipstream.pacing import max_outstanding
 from slipstream.recipe.loader import Recipe
 from slipstream.recipe.types import Prompt
+from slipstream.v1.common_pb2 import Version
 from slipstream.v1.rollout_pb2 import ChatMessage, ChatPrompt, PromptGroup, RewardSpec
 
 _log = logging.getLogger(__name__)
 
 
 class Feeder:
-    """Keeps up to (S + 1) * P groups outstanding: published, and neither trained, void nor dropped.
+    """Keeps as many groups outstanding as `slipstream.pacing` allows: published, and neither trained, void
+    nor dropped.
 
     Publishing stops when the groups still needed for the run's last step are out; each void or
     dropped group makes room for one more.
@@ -44,14 +46,17 @@ class Feeder:
         """Groups trained, void or dropped."""
         self.needed = 0
         """Groups that the steps still to be made need."""
+        self.version = Version()
+        """The newest version, which new groups are sampled by, or by one after it."""
 
     @property
     def outstanding(self) -> int:
         return self.published - self.finished
 
-    def update(self, *, finished: int, needed: int) -> None:
-        """Says how many groups are finished in all, and how many the rest of the run needs."""
-        self.finished, self.needed = finished, needed
+    def update(self, *, finished: int, needed: int, version: Version) -> None:
+        """Says how many groups are finished in all, how many the rest of the run needs, and which version
+        is the newest that replicas can get."""
+        self.finished, self.needed, self.version = finished, needed, version
         self._change.set()
 
     async def run(self) -> None:
@@ -75,6 +80,7 @@ class Feeder:
             sampling=settings.sampling_params(),
             metadata_json=json.dumps(prompt.metadata),
             rewards=self._rewards,
+            min_version=self.version,
         )
         if prompt.messages:
             chat = [ChatMessage(role=m["role"], content=m["content"]) for m in prompt.messages]

@@ -230,7 +230,6 @@ class Run:
         self.step += 1
         self.progress.trained += self._in_batch
         self._in_batch = 0
-        self._update_feeder()
         return metrics
 
     async def publish(self) -> dict[str, float]:
@@ -240,6 +239,7 @@ class Run:
         request = PublishRequest(session_id=self._session, metrics=self.metrics)
         response = await self._call(self._trainer.Publish, request, _WORK_S)
         self.version = response.version
+        self._update_feeder()
         self.metrics.update({f"publish/{name}": value for name, value in response.metrics.items()})
         self.metrics["time/publish_s"] = time.monotonic() - began
         self._listener.stepped(self.step, self.version, dict(self.metrics))
@@ -252,10 +252,11 @@ class Run:
         return str((await self._call(self._trainer.Save, request, _WORK_S)).name)
 
     def _update_feeder(self, wanted: int = 0) -> None:
-        # Groups of the batch in hand count as outstanding until the optimizer has stepped.
+        # Groups of the batch in hand count as outstanding until the step's weights are published: what takes
+        # their place is sampled by those.
         steps_left = self.settings.steps - self.step
         needed = max(steps_left * self.settings.groups_per_step, self._in_batch + wanted)
-        self._feeder.update(finished=self.progress.finished, needed=needed)
+        self._feeder.update(finished=self.progress.finished, needed=needed, version=self.version)
 
     def _state(self) -> bytes:
         self.progress.published = self._feeder.published

@@ -80,7 +80,7 @@ class RewardSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., weight: _Optional[float] = ..., timeout_s: _Optional[float] = ..., python: _Optional[_Union[PythonReward, _Mapping]] = ..., grpc: _Optional[_Union[GrpcReward, _Mapping]] = ...) -> None: ...
 
 class PromptGroup(_message.Message):
-    __slots__ = ("run_id", "group_id", "sequence", "text", "chat", "tokens", "num_samples", "sampling", "metadata_json", "rewards")
+    __slots__ = ("run_id", "group_id", "sequence", "text", "chat", "tokens", "num_samples", "sampling", "metadata_json", "rewards", "min_version")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,7 @@ class PromptGroup(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     METADATA_JSON_FIELD_NUMBER: _ClassVar[int]
     REWARDS_FIELD_NUMBER: _ClassVar[int]
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     group_id: str
     sequence: int
@@ -101,7 +102,8 @@ class PromptGroup(_message.Message):
     sampling: SamplingParams
     metadata_json: str
     rewards: _containers.RepeatedCompositeFieldContainer[RewardSpec]
-    def __init__(self, run_id: _Optional[str] = ..., group_id: _Optional[str] = ..., sequence: _Optional[int] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., num_samples: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., metadata_json: _Optional[str] = ..., rewards: _Optional[_Iterable[_Union[RewardSpec, _Mapping]]] = ...) -> None: ...
+    min_version: _common_pb2.Version
+    def __init__(self, run_id: _Optional[str] = ..., group_id: _Optional[str] = ..., sequence: _Optional[int] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., num_samples: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., metadata_json: _Optional[str] = ..., rewards: _Optional[_Iterable[_Union[RewardSpec, _Mapping]]] = ..., min_version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ...) -> None: ...
 
 class VersionSpan(_message.Message):
     __slots__ = ("version", "start", "end")

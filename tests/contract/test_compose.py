@@ -1,6 +1,8 @@
 """compose.yaml and the Dockerfiles hold what a person relies on."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,12 @@ def compose(variables: dict[str, str]) -> Any:
     missing = {name for name in re.findall(r"\$\{(\w+)", body) if name not in variables}
     assert not missing, f".env lacks {missing}"
     return yaml.safe_load(re.sub(r"\$\{(\w+)\}", lambda m: variables[m[1]], text))
+
+
+def test_it_is_valid_by_the_schema_of_compose() -> None:
+    command = ["check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(ROOT / "compose.yaml")]
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_service_is_there(compose: Any) -> None:

@@ -40,8 +40,7 @@ async def test_reward_rises_within_the_bound_and_nothing_is_lost(stack: Deployme
     assert summary["groups_trained"] == 20 * 4
     assert summary["requests_lost"] == 0
     assert summary["groups_void"] == 0
-    # A replica that is late with a swap samples with the version before: recorded and replaced, not trained.
-    assert summary["groups_dropped"] <= 4
+    assert summary["groups_dropped"] == 0
     assert summary["versions"] == {"rollout-0": "1-20"}
     assert summary["mismatch_k3_lag0_max"] < 1e-3
 
@@ -53,11 +52,14 @@ async def test_reward_rises_within_the_bound_and_nothing_is_lost(stack: Deployme
     # Synchronous training is the same code with S = 0.
     synchronous = await stack.run(letters(tmp_path, steps=3, max_lag=0), "--run", "sync")
     assert synchronous.code == 0, synchronous.output
-    assert synchronous.summary("sync")["max_lag"] == 0
+    summary = synchronous.summary("sync")
+    assert (summary["max_lag"], summary["groups_dropped"]) == (0, 0)
 
 
 async def test_a_run_survives_the_death_of_each_of_its_processes(stack: Deployment, tmp_path: Path) -> None:
-    recipe, options = letters(tmp_path, steps=12, save_every=2), ("--run", "resume")
+    # Slow enough for all this to happen before the last step.
+    slow = "import time; time.sleep(0.02); return completion.text.count('a') / 8"
+    recipe, options = letters(tmp_path, steps=60, save_every=2, reward=slow), ("--run", "resume")
 
     process = await stack.spawn(recipe, *options)
     await until_line(process, r"^step 3/")
@@ -69,11 +71,13 @@ async def test_a_run_survives_the_death_of_each_of_its_processes(stack: Deployme
     assert "goes on from the last checkpoint" in output
 
     process = await stack.spawn(recipe, *options)
-    await until_line(process, r"goes on from step 2")
-    await until_line(process, r"^step 5/")
+    step = int((await until_line(process, r"goes on from step \d+$")).split()[-1])
+    assert step >= 2
+    assert step % 2 == 0
+    await until_line(process, rf"^step {step + 3}/")
     await stack.kill("trainer")
     await stack.start("trainer")
-    await until_line(process, r"^step 7/")
+    await until_line(process, rf"^step {step + 5}/")
     await stack.kill("rollout")
     await stack.start("rollout")
     rest, _ = await process.communicate()
@@ -81,8 +85,8 @@ async def test_a_run_survives_the_death_of_each_of_its_processes(stack: Deployme
 
     done = await stack.run(recipe, *options)
     summary = done.summary("resume")
-    assert summary["steps"] == 12
-    assert summary["groups_trained"] == 12 * 4
+    assert summary["steps"] == 60
+    assert summary["groups_trained"] == 60 * 4
     assert summary["max_lag"] <= 1
     assert summary["requests_lost"] == 0
 

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from slipstream.clock import Clock
+from slipstream.v1.common_pb2 import Version
 
 
 class RunGate:
@@ -13,16 +14,15 @@ class RunGate:
 
     def __init__(
         self,
-        ensure: Callable[[str], Awaitable[None]],
-        refresh: Callable[[], Awaitable[None]],
+        ensure: Callable[[str, Version | None], Awaitable[None]],
         clock: Clock,
     ) -> None:
         """
         Args:
-            ensure: brings the engine to a run; called only while no group is inside.
-            refresh: brings the engine up to date; called before a group enters an empty engine.
+            ensure: brings the engine to a run, and there to a version or one after it; to another run
+                only while no group is inside.
         """
-        self._ensure, self._refresh, self._clock = ensure, refresh, clock
+        self._ensure, self._clock = ensure, clock
         self._door = asyncio.Lock()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -37,19 +37,19 @@ class RunGate:
         return self._busy_s + (self._clock.monotonic() - self._filled if self.inside else 0.0)
 
     @contextlib.asynccontextmanager
-    async def enter(self, run_id: str) -> AsyncIterator[None]:
+    async def enter(self, run_id: str, min_version: Version | None = None) -> AsyncIterator[None]:
         """Waits for the engine to hold a version of the run, which stays so for the body.
 
         Args:
             run_id: empty for whatever the engine holds.
+            min_version: oldest version that will do; None for any.
         """
         async with self._door:
-            if run_id and run_id != self._run_id:
-                await self._empty.wait()
-                await self._ensure(run_id)
+            if run_id:
+                if run_id != self._run_id:
+                    await self._empty.wait()
+                await self._ensure(run_id, min_version)
                 self._run_id = run_id
-            elif not self.inside:
-                await self._refresh()
             if not self.inside:
                 self._filled = self._clock.monotonic()
             self.inside += 1

@@ -14,7 +14,7 @@ from slipstream.service import Context
 from slipstream.v1.rollout_pb2 import PromptGroup, RolloutGroup
 from slipstream_rollout.engine import EngineLostError
 from slipstream_rollout.gate import RunGate
-from slipstream_rollout.sampler import Sampler
+from slipstream_rollout.sampler import Sampler, min_version
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Intake:
 
     async def _sample(self, prompt: PromptGroup) -> None:
         try:
-            async with self._gate.enter(prompt.run_id):
+            async with self._gate.enter(prompt.run_id, min_version(prompt)):
                 rollout = await self._sampler.sample(prompt)
         except (ConfigError, NotFoundError, EngineLostError) as error:
             _log.warning("group %s is void: %s", prompt.group_id, error)

@@ -26,6 +26,11 @@ def read_label(label: str) -> tuple[str, Version]:
     return run_id, parse_version(version)
 
 
+def min_version(prompt: PromptGroup) -> Version | None:
+    """The oldest weights that may sample a group; None for any."""
+    return prompt.min_version if prompt.HasField("min_version") else None
+
+
 @dataclass
 class Sampler:
     """Samples groups with one engine. Counts what it does."""

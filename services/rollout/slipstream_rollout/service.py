@@ -34,7 +34,7 @@ from slipstream.weights.puller import Puller
 from slipstream_rollout.engine import Engine, find_model
 from slipstream_rollout.gate import RunGate
 from slipstream_rollout.intake import Intake
-from slipstream_rollout.sampler import Sampler
+from slipstream_rollout.sampler import Sampler, min_version
 from slipstream_rollout.settings import RolloutSettings
 from slipstream_rollout.tokens import Tokens
 from slipstream_rollout.updates import Updates
@@ -100,7 +100,7 @@ class RolloutService(RolloutServiceServicer):
             poll_s=settings.poll_versions_s,
             version_wait_s=settings.version_wait_s,
         )
-        self._gate = RunGate(updates.ensure, updates.refresh, self._clock)
+        self._gate = RunGate(updates.ensure, self._clock)
         self._intake = Intake(
             self._context, self._gate, self._sampler, max_groups=settings.max_concurrent_groups
         )
@@ -189,7 +189,7 @@ class RolloutService(RolloutServiceServicer):
     # gRPC
 
     async def Generate(self, request: GenerateRequest, context: Any) -> GenerateResponse:
-        async with self._gate.enter(request.prompt.run_id):
+        async with self._gate.enter(request.prompt.run_id, min_version(request.prompt)):
             return GenerateResponse(rollout=await self._sampler.sample(request.prompt))
 
     async def GetReplicaStatus(

@@ -58,43 +58,47 @@ class Updates:
         self.trouble = ""
         """Why the last attempt to update failed; empty when it did not."""
 
-    async def ensure(self, run_id: str) -> None:
-        """Returns when the engine holds a version of the run. The caller sees to it that no other
-        run's groups are being sampled.
+    async def ensure(self, run_id: str, min_version: Version | None = None) -> None:
+        """Returns when the engine holds a version of the run, and none before `min_version`. The caller
+        sees to it that no other run's groups are being sampled.
 
         Raises:
-            NotFoundError: no version of the run turned up in time.
+            NotFoundError: no such version of the run turned up in time.
         """
         # Once is enough: a dead run's prompts must not hold up the living one by one.
         patience = 0.0 if run_id in self._given_up else self._version_wait_s
         deadline = self._clock.monotonic() + patience
-        while self.run_id != run_id:
+        while not self._holds(run_id, min_version):
             try:
-                await self._update(run_id)
+                if await self._update(run_id):
+                    continue
             except NotFoundError:
-                self.trouble = f"waiting for the first version of run {run_id}"
-                if self._clock.monotonic() >= deadline:
-                    self._given_up.add(run_id)
-                    raise NotFoundError(
-                        f"run {run_id} has no version after {self._version_wait_s:.0f} s; is its trainer up?"
-                    ) from None
-                await self._wait(0.5)
+                pass
             except (RetryableError, IntegrityError) as error:
                 self._complain(run_id, error)
                 await self._wait(1.0)
+                continue
+            wanted = "version" if min_version is None else f"version {version_str(min_version)}"
+            self.trouble = f"waiting for a {wanted} of run {run_id}"
+            if self._clock.monotonic() >= deadline:
+                self._given_up.add(run_id)
+                raise NotFoundError(
+                    f"run {run_id} has no {wanted} after {self._version_wait_s:.0f} s; is its trainer up?"
+                )
+            await self._wait(0.5)
         self._given_up.discard(run_id)
 
-    async def refresh(self) -> None:
-        """One attempt to reach the newest version of the run held. An idle replica does this before it
-        samples: what it would sample with old weights may be too stale to be trained on."""
-        if self.run_id:
-            await self._try_update()
+    def _holds(self, run_id: str, min_version: Version | None) -> bool:
+        if self.run_id != run_id or self.version is None:
+            return False
+        return min_version is None or order(self.version) >= order(min_version)
 
     async def run(self) -> None:
         """Follows the run held until cancelled."""
         while True:
             await self._wait(self._poll_s)
-            await self.refresh()
+            if self.run_id:
+                await self._try_update()
 
     async def listen(self, bus: Bus, namespace: str) -> None:
         """Turns announcements into hints until cancelled."""
@@ -135,14 +139,15 @@ class Updates:
             _log.warning("no new weights for run %s: %s", run_id, error)
         self.trouble = str(error)
 
-    async def _update(self, to_run: str | None) -> None:
-        """Goes to the newest version of a run; None for the run held when it is this call's turn."""
+    async def _update(self, to_run: str | None) -> bool:
+        """Goes to the newest version of a run; None for the run held when it is this call's turn. False
+        when it is held already."""
         async with self._lock:
             run_id = self.run_id if to_run is None else to_run
             pulled = await self._puller.pull(run_id)
             self.trouble = ""
             if pulled is None or self._is_behind(pulled):
-                return
+                return False
             changed = pulled.changed if self._staged_all else list(pulled.weights)
             self._staged_all = False  # until the commit went well, nobody knows what is staged
             stage_s = await self._engine.stage(pulled.weights, changed)
@@ -170,3 +175,4 @@ class Updates:
                 requests_in_flight=done.in_flight,
             )
         )
+        return True

@@ -6,22 +6,20 @@ import pytest
 from slipstream_rollout.gate import RunGate
 
 from slipstream.clock import SystemClock
+from slipstream.v1.common_pb2 import Version
 
 
 class Held:
     def __init__(self) -> None:
         self.run_id = ""
-        self.refreshed = 0
+        self.min_version: Version | None = None
         self.broken = False
 
-    async def ensure(self, run_id: str) -> None:
+    async def ensure(self, run_id: str, min_version: Version | None) -> None:
         await asyncio.sleep(0)
         if self.broken:
             raise LookupError(run_id)
-        self.run_id = run_id
-
-    async def refresh(self) -> None:
-        self.refreshed += 1
+        self.run_id, self.min_version = run_id, min_version
 
 
 @pytest.fixture
@@ -31,7 +29,7 @@ def held() -> Held:
 
 @pytest.fixture
 def gate(held: Held) -> RunGate:
-    return RunGate(held.ensure, held.refresh, SystemClock())
+    return RunGate(held.ensure, SystemClock())
 
 
 async def test_groups_of_a_run_share_the_engine_and_those_of_another_wait(gate: RunGate, held: Held) -> None:
@@ -54,14 +52,10 @@ async def test_groups_of_a_run_share_the_engine_and_those_of_another_wait(gate: 
     assert gate.inside == 0
 
 
-async def test_an_empty_engine_is_refreshed_and_a_busy_one_is_not(gate: RunGate, held: Held) -> None:
-    async with gate.enter("a"):
-        async with gate.enter("a"):
-            pass
-        assert held.refreshed == 0
-    async with gate.enter("a"):
-        pass
-    assert held.refreshed == 1
+async def test_a_group_asks_for_its_version_while_others_are_inside(gate: RunGate, held: Held) -> None:
+    async with gate.enter("a"), gate.enter("a", Version(epoch=1, number=7)):
+        assert held.min_version == Version(epoch=1, number=7)
+        assert gate.inside == 2
 
 
 async def test_a_group_that_cannot_enter_leaves_the_gate_open(gate: RunGate, held: Held) -> None:

@@ -124,7 +124,7 @@ async def test_weights_change_in_the_middle_of_a_generation_and_no_request_is_lo
     assert status.version == Version(epoch=1, number=1)
 
 
-async def test_an_idle_replica_is_brought_up_to_date_before_it_samples(
+async def test_a_group_is_sampled_by_no_version_before_the_one_it_asks_for(
     replica: Any, weights: list[Weights], prompt: Prompt
 ) -> None:
     await replica.versions.publish("run", 0, weights[0])
@@ -132,9 +132,25 @@ async def test_an_idle_replica_is_brought_up_to_date_before_it_samples(
     for number in range(3):
         if number:
             await replica.versions.publish("run", number, weights[number])  # and announces nothing
-        await replica.ask(prompt("run", number))
+        await replica.ask(prompt("run", number, min_version=Version(epoch=1, number=number)))
         rollout = (await replica.rollouts(number + 1))[f"run/{number}"]
         assert check_tiled(rollout) == [[number]] * 3
+    # One that is still to come is waited for.
+    await replica.ask(prompt("run", 3, min_version=Version(epoch=1, number=3)))
+    assert len(await replica.rollouts(4, timeout_s=0.7)) == 3
+    await replica.versions.publish("run", 3, weights[0])
+    assert check_tiled((await replica.rollouts(4))["run/3"]) == [[3]] * 3
+
+
+async def test_a_version_that_never_comes_voids_the_group_with_the_reason(
+    replica: Any, weights: list[Weights], prompt: Prompt
+) -> None:
+    await replica.versions.publish("run", 0, weights[0])
+    await replica.start(version_wait_s=0.3)
+    await replica.ask(prompt("run", 0, min_version=Version(epoch=2, number=5)))
+    assert "no version 2-5" in (await replica.rollouts(1))["run/0"].void_reason
+    await replica.ask(prompt("run", 1))
+    assert check_tiled((await replica.rollouts(2))["run/1"]) == [[0]] * 3
 
 
 async def test_runs_take_turns_and_each_is_sampled_by_its_own_weights(
