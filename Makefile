@@ -25,6 +25,8 @@ test: setup lint
 lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code
 	$(BIN)/mypy slipstream tests/support conftest.py
 	@for each in services/*/; do $(BIN)/mypy $${each}slipstream_$$(basename $$each) || exit 1; done
 
