@@ -17,7 +17,7 @@ class Held:
 
     async def ensure(self, run_id: str, min_version: Version | None) -> None:
         await asyncio.sleep(0)
-        if self.broken:
+        if self.broken and run_id != self.run_id:
             raise LookupError(run_id)
         self.run_id, self.min_version = run_id, min_version
 
