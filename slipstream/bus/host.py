@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -18,7 +19,7 @@ _NEW_TOPIC_S = 3.0
 T = TypeVar("T")
 
 
-class Host:
+class Host(ABC):
     """Base of such a bus; owns the connections made by it."""
 
     def __init__(self, server: str, clock: Clock) -> None:
@@ -33,15 +34,17 @@ class Host:
         self._looking = False
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @abstractmethod
     async def ping(self) -> None:
-        raise NotImplementedError
+        """Asks whether the server is there; raises RetryableError when it is not."""
 
+    @abstractmethod
     async def partitions(self, topics: Sequence[str]) -> list[TopicPartition]:
         """Partitions of those topics that exist."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def topic_offsets(self, topics: Sequence[str]) -> dict[TopicPartition, tuple[int, int]]:
-        raise NotImplementedError
+        """See `Bus`."""
 
     async def close(self) -> None:
         """Ends what is left, in a bounded time."""

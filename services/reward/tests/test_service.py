@@ -277,7 +277,7 @@ async def test_foreign_bytes_go_to_the_dead_letters_and_the_partition_goes_on(ri
     assert all(r.headers["dead_topic"] == b"slipstream.rollouts.v1" for r in rig.dead)
     # The key of the first names a group that a run waits for; that of the second does not.
     assert groups.keys() == {"demo/0", "demo/1"}
-    assert groups["demo/0"].void_reason.startswith("reward: the rollout cannot be read")
+    assert groups["demo/0"].void_reason.startswith("reward: slipstream.rollouts.v1, partition")
     assert groups["demo/0"].rollout.prompt.run_id == "demo"
     assert groups["demo/1"].scores[0].value == 1
 
@@ -351,7 +351,7 @@ async def test_a_fault_of_our_own_voids_the_group_and_keeps_the_message(
     monkeypatch.setattr("slipstream_reward.scorer.check", fail)
     scored = await rig.one(await rig.reward(), "4")
     assert scored.void_reason == "reward: internal error: KeyError('oops')"
-    assert [r.headers["dead_error_type"] for r in rig.dead] == [b"KeyError"]
+    assert [r.headers["dead_error_type"] for r in rig.dead] == [b"PoisonMessageError"]
 
 
 async def test_a_large_group_travels_through_the_store(rig: Rig) -> None:

@@ -113,6 +113,8 @@ class VllmEngine:
             enable_prefix_caching=True,
             # vLLM's 128 on a CPU is longer than many a prompt, and only whole blocks are shared in a group.
             block_size=32 if on_cpu else None,
+            # After a chunk, vLLM rewinds the generator of a seeded request; torch cannot on a CPU: vLLM dies.
+            enable_chunked_prefill=False if on_cpu else None,
             generation_config="auto",
             worker_extension_cls=f"{__name__}.{WeightWorker.__name__}",
             disable_log_stats=True,

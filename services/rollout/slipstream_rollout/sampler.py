@@ -76,7 +76,7 @@ class Sampler:
 
     def void(self, prompt: PromptGroup, reason: str) -> RolloutGroup:
         """The group's place in the record when it cannot be sampled."""
-        return RolloutGroup(prompt=prompt, replica_id=self.replica_id, void_reason=reason)
+        return RolloutGroup(prompt=prompt, replica_id=self.replica_id, void_reason=f"rollout: {reason}")
 
 
 def _sampling(prompt: PromptGroup) -> Sampling:

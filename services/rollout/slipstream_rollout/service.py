@@ -10,10 +10,13 @@ import grpc.aio
 
 from slipstream import topics
 from slipstream.bus.events import ensure_topics, publish
+from slipstream.bus.stage import Stage
 from slipstream.delta.tensors import load_checkpoint
+from slipstream.errors import ConfigError, NotFoundError
 from slipstream.rpc import call, make_channel
 from slipstream.service import Context
 from slipstream.v1.common_pb2 import Version
+from slipstream.v1.rollout_pb2 import PromptGroup, RolloutGroup
 from slipstream.v1.rollout_service_pb2 import (
     DESCRIPTOR,
     DrainRequest,
@@ -31,9 +34,8 @@ from slipstream.v1.weight_sync_service_pb2 import PlanUpdateRequest
 from slipstream.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
 from slipstream.v1.weights_pb2 import Manifest, ReplicaState, ReplicaStatus, SwapReport
 from slipstream.weights.puller import Puller
-from slipstream_rollout.engine import Engine, find_model
+from slipstream_rollout.engine import Engine, EngineLostError, find_model
 from slipstream_rollout.gate import RunGate
-from slipstream_rollout.intake import Intake
 from slipstream_rollout.sampler import Sampler, min_version
 from slipstream_rollout.settings import RolloutSettings
 from slipstream_rollout.tokens import Tokens
@@ -101,8 +103,15 @@ class RolloutService(RolloutServiceServicer):
             version_wait_s=settings.version_wait_s,
         )
         self._gate = RunGate(updates.ensure, self._clock)
-        self._intake = Intake(
-            self._context, self._gate, self._sampler, max_groups=settings.max_concurrent_groups
+        self._stage = Stage(
+            *(self._bus, self._context.blobs, self._clock, self._namespace),
+            name="rollout",
+            source=topics.PROMPTS,
+            sink=topics.ROLLOUTS,
+            handle=self._sample,
+            void=self._sampler.void,
+            max_groups=settings.max_concurrent_groups,
+            member=settings.replica_id,
         )
         self._updates = updates
 
@@ -139,12 +148,20 @@ class RolloutService(RolloutServiceServicer):
 
         stopping = asyncio.ensure_future(stop_intake())
         try:
-            await self._intake.run(self._stop_intake)
+            await self._stage.run(self._stop_intake)
             self._drained.set()
             await self._publish_status()
             await stopping
         finally:
             stopping.cancel()
+
+    async def _sample(self, prompt: PromptGroup) -> RolloutGroup:
+        try:
+            async with self._gate.enter(prompt.run_id, min_version(prompt)):
+                return await self._sampler.sample(prompt)
+        except (ConfigError, NotFoundError, EngineLostError) as error:
+            _log.warning("group %s is void: %s", prompt.group_id, error)
+            return self._sampler.void(prompt, str(error))
 
     async def _heartbeats(self) -> None:
         while True:

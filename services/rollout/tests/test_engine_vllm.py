@@ -131,6 +131,15 @@ async def test_a_swap_in_the_middle_keeps_every_request_and_stamps_both_versions
     await check_serves(engine, weights[1])
 
 
+async def test_more_seeded_prompts_than_fit_in_a_step_are_all_sampled(engine: Engine) -> None:
+    seeded = Sampling(max_tokens=4, temperature=1.0, seed=5)
+    prompts = [[20 + i % 40] * (200 + i) for i in range(40)]
+    groups = await asyncio.gather(
+        *(engine.generate(prompt, 1, seeded, f"seeded-{i}") for i, prompt in enumerate(prompts))
+    )
+    assert all(len(completion.token_ids) >= 1 for (completion,) in groups)
+
+
 async def test_what_it_cannot_serve_is_refused_before_it_reaches_vllm(engine: Engine) -> None:
     with pytest.raises(ConfigError, match="exceed the model length"):
         await engine.generate(PROMPT, 1, Sampling(max_tokens=5000), "long")

@@ -179,11 +179,11 @@ async def test_a_message_that_is_no_prompt_is_set_aside_and_its_group_voided(
     rollouts = await replica.rollouts(2)
     assert rollouts["run/7"].prompt.sequence == 7
     assert rollouts["run/7"].prompt.run_id == "run"
-    assert "cannot be read" in rollouts["run/7"].void_reason
+    assert "no ce_type" in rollouts["run/7"].void_reason
     assert rollouts["run/8"].void_reason == ""
     await replica.stop()
     assert await replica.committed() == 3
-    dead = topics.dead_letter_name("test", "test.rollout")
+    dead = topics.dead_letter_name("test", "rollout")
     assert sum(end for _, end in (await replica.bus.topic_offsets([dead])).values()) == 2
 
 
