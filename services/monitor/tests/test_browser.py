@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from slipstream_monitor.demo import fill, run, topic_lengths
 from slipstream_monitor.feed import Feed
 from slipstream_monitor.page import make_app
 from slipstream_monitor.state import MonitorState
@@ -13,6 +12,7 @@ from slipstream_monitor.web import WebServer
 from slipstream.clock import SystemClock
 from slipstream.v1.train_pb2 import Alert, StepRecord
 from tests.support.chromium import PROGRAM, Page, chromium
+from tests.support.page_demo import fill, run, topic_lengths
 
 pytestmark = pytest.mark.skipif(not PROGRAM, reason="no chromium or google-chrome on this machine")
 

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from slipstream_monitor.demo import fill, run, topic_lengths
 from slipstream_monitor.feed import Feed
 from slipstream_monitor.page import PAGE, make_app
 from slipstream_monitor.state import MonitorState
@@ -17,6 +16,7 @@ from slipstream_monitor.web import WebServer
 from slipstream.clock import SystemClock
 from slipstream.errors import ConfigError
 from slipstream.v1.train_pb2 import Alert, GateState, StepRecord
+from tests.support.page_demo import fill, run, topic_lengths
 
 STEPS = 5
 

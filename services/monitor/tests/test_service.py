@@ -9,7 +9,6 @@ from typing import Any
 import grpc.aio
 import httpx
 import pytest
-from slipstream_monitor.demo import run
 from slipstream_monitor.service import Monitor
 from slipstream_monitor.settings import MonitorSettings
 
@@ -28,6 +27,7 @@ from slipstream.v1.common_pb2 import Version
 from slipstream.v1.monitor_service_pb2 import GetAlignmentRequest, GetRunStatusRequest, WatchStepsRequest
 from slipstream.v1.monitor_service_pb2_grpc import MonitorServiceStub
 from slipstream.v1.train_pb2 import GroupRecord, StepRecord
+from tests.support.page_demo import run
 
 TOPICS = {topic.message: topic for topic in topics.ALL}
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream_monitor.demo import Timed, run
 from slipstream_monitor.state import GROUPS_KEPT_STEPS, MAX_REPLICAS, MonitorState
 from slipstream_monitor.views import overview, run_summary, series
 
@@ -24,6 +23,7 @@ from slipstream.v1.train_pb2 import (
     StepRecord,
 )
 from slipstream.v1.weights_pb2 import ReplicaStatus, VersionAnnounced
+from tests.support.page_demo import Timed, run
 
 NOW_MS = 1_000_000
 

@@ -5,7 +5,6 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream_monitor.demo import FULL_BYTES, run
 from slipstream_monitor.state import MonitorState
 from slipstream_monitor.views import METRICS, OPEN_ROWS, gate_name, overview, run_summary, series
 
@@ -19,6 +18,7 @@ from slipstream.v1.train_pb2 import (
     StepRecord,
 )
 from slipstream.v1.weights_pb2 import ReplicaStatus
+from tests.support.page_demo import FULL_BYTES, run
 
 
 def state_of(steps: int, start_ms: int = 0) -> MonitorState:

@@ -10,6 +10,10 @@ import random
 from collections.abc import Iterator
 
 from google.protobuf.message import Message
+from slipstream_monitor.feed import Feed
+from slipstream_monitor.page import make_app
+from slipstream_monitor.state import MonitorState
+from slipstream_monitor.web import WebServer
 
 from slipstream import topics
 from slipstream.clock import SystemClock
@@ -25,10 +29,6 @@ from slipstream.v1.train_pb2 import (
     StepRecord,
 )
 from slipstream.v1.weights_pb2 import ReplicaState, ReplicaStatus, SwapReport, VersionAnnounced, VersionKind
-from slipstream_monitor.feed import Feed
-from slipstream_monitor.page import make_app
-from slipstream_monitor.state import MonitorState
-from slipstream_monitor.web import WebServer
 
 FULL_BYTES = 269_060_000
 GROUPS = 8
