@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -21,10 +22,12 @@ from slipstream.errors import (
     NotFoundError,
     RetryableError,
     SlipstreamError,
+    StoreFullError,
 )
 from slipstream.local import ports
 from slipstream.settings import CommonSettings
 from tests.support import versitygw
+from tests.support.fixtures import Servers
 
 S3 = [
     pytest.param("s3proxy", marks=pytest.mark.integration),
@@ -124,6 +127,28 @@ async def test_a_large_object_comes_back_whole(store: BlobStore) -> None:
     data = os.urandom(150 * 1024 * 1024 + 7)
     ref = await put_blob(store, data)
     assert await get_blob(store, ref) == data
+
+
+@pytest.mark.integration
+async def test_a_server_that_cannot_write_to_its_disk_is_named_keeps_nothing_half_and_recovers(
+    common_settings: CommonSettings, servers: Servers
+) -> None:
+    store, pid = S3Store(common_settings), servers.s3.child.pid
+    data = os.urandom(4 * 1024 * 1024)
+    # To the server, a limit on the size of its files is a disk that is full.
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (1024 * 1024, resource.RLIM_INFINITY))
+    try:
+        with pytest.raises((RetryableError, StoreFullError), match=common_settings.store_url):
+            await store.put("key", data)
+        with pytest.raises((RetryableError, StoreFullError), match=common_settings.store_url):
+            await store.create("created", data)
+        assert [await store.size(key) for key in ("key", "created")] == [None, None]
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+    await store.put("key", data)
+    await store.create("created", data)
+    assert await store.get("key") == await store.get("created") == data
+    await store.close()
 
 
 async def test_a_missing_object_is_named(store: BlobStore) -> None:
