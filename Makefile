@@ -20,7 +20,7 @@ demo: setup
 		--port-base $(PORT_BASE) --summary summary.json
 
 test: setup lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -2,11 +2,15 @@
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
 
 from slipstream.clock import Clock
+from slipstream.errors import RetryableError
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def pauses(first: float = 0.1, cap: float = 5.0) -> Iterator[float]:
@@ -37,6 +41,19 @@ class Outage:
         if self._since is None:
             self._since = self._clock.monotonic()
             _log.warning("%s does not answer (%s); trying again until it does", self.server, reason)
+
+    async def wait_out(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Makes a call again, with growing pauses, for as long as it raises RetryableError."""
+        for pause in pauses(first=0.2, cap=10.0):
+            try:
+                result = await call()
+            except RetryableError as error:
+                self.down(str(error))
+            else:
+                self.up()
+                return result
+            await self._clock.sleep(pause)
+        raise AssertionError("unreachable")
 
     def up(self) -> None:
         """The server answered."""

@@ -17,15 +17,14 @@ from slipstream.blobs.base import BlobStore
 from slipstream.bus.base import Bus, Consumer, Record
 from slipstream.bus.events import parse, publish, send_dead_letter
 from slipstream.bus.offsets import OffsetTracker
-from slipstream.bus.outage import Outage, pauses
+from slipstream.bus.outage import Outage
 from slipstream.clock import Clock
-from slipstream.errors import PoisonMessageError, RetryableError
+from slipstream.errors import PoisonMessageError
 from slipstream.topics import Topic
 from slipstream.v1.rollout_pb2 import PromptGroup
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Out = TypeVar("Out", bound=Message)
 
 
@@ -56,7 +55,7 @@ class Stage(Generic[Out]):
             void: makes the message that tells the trainer that a group has no result, and why.
             member: stable name of this process: killed and back, it goes on at once with its partitions.
         """
-        self._bus, self._blobs, self._clock, self._namespace = bus, blobs, clock, namespace
+        self._bus, self._blobs, self._namespace = bus, blobs, namespace
         self._name, self._source, self._sink = name, source, sink
         self._handle, self._void = handle, void
         self._max_groups, self._member = max_groups, member
@@ -108,8 +107,8 @@ class Stage(Generic[Out]):
     async def _process(self, record: Record) -> None:
         with telemetry.consume(record.topic, record.headers):
             try:
-                group = await self._patiently(lambda: self._parse(record))
-                result = await self._patiently(lambda: self._handle(group))
+                group = await self._outage.wait_out(lambda: self._parse(record))
+                result = await self._outage.wait_out(lambda: self._handle(group))
             except PoisonMessageError as error:
                 await self._set_aside(record, error)
             else:
@@ -127,7 +126,9 @@ class Stage(Generic[Out]):
         """Sends a record to the dead letters. When the key names a group, the group is void, so that its
         run does not wait for it."""
         _log.warning("put aside as a dead letter: %s", error)
-        await self._patiently(lambda: send_dead_letter(self._bus, self._namespace, self._name, record, error))
+        await self._outage.wait_out(
+            lambda: send_dead_letter(self._bus, self._namespace, self._name, record, error)
+        )
         group_id = (record.key or b"").decode(errors="replace")
         run_id, _, sequence = group_id.rpartition("/")
         if run_id and sequence.isdecimal():
@@ -138,24 +139,11 @@ class Stage(Generic[Out]):
         # Made from the event that it follows from: handled again after a crash, it is the same event.
         cause = record.headers.get("ce_id", _place(record).encode())
         event_id = hashlib.sha256(self._sink.name.encode() + b"\0" + cause).hexdigest()
-        await self._patiently(
+        await self._outage.wait_out(
             lambda: publish(
                 self._bus, self._namespace, self._sink, result, blobs=self._blobs, event_id=event_id
             )
         )
-
-    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Makes a call again, with growing pauses, for as long as a server is away."""
-        for pause in pauses(first=0.2, cap=10.0):
-            try:
-                result = await call()
-            except RetryableError as error:
-                self._outage.down(str(error))
-            else:
-                self._outage.up()
-                return result
-            await self._clock.sleep(pause)
-        raise AssertionError("unreachable")
 
 
 def _place(record: Record) -> str:

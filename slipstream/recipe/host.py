@@ -16,7 +16,7 @@ from slipstream import rpc
 from slipstream.blobs import BlobStore, open_store, put_blob
 from slipstream.bus import Bus, open_bus
 from slipstream.clock import Clock
-from slipstream.errors import RetryableError
+from slipstream.errors import RetryableError, StoreFullError
 from slipstream.recipe.bundle import bundle
 from slipstream.recipe.feeder import Feeder, count_published
 from slipstream.recipe.loader import Recipe
@@ -48,17 +48,19 @@ class Host:
 
         Raises:
             ConflictError: another loop holds the run.
+            StoreFullError: there is no room left, for the last checkpoint say.
             ConfigError: the trainer refuses the settings.
         """
         async with contextlib.AsyncExitStack() as stack:
             blobs = open_store(self.common)
             stack.push_async_callback(blobs.close)
             bus = await stack.enter_async_context(open_bus(self.common))
-            rewards = await self._rewards(blobs)
             pause = 1.0
             while True:
                 try:
-                    return await self._attempt(bus, rewards)
+                    return await self.attempt(bus, await self._rewards(blobs))
+                except StoreFullError:
+                    raise  # room must be made first; trying again would only repeat the steps before
                 except RetryableError as error:
                     _log.warning("%s; going on from the last checkpoint in %.0f s", error, pause)
                 await self.clock.sleep(pause)
@@ -79,7 +81,12 @@ class Host:
             )
         return specs
 
-    async def _attempt(self, bus: Bus, rewards: list[RewardSpec]) -> Progress:
+    async def attempt(self, bus: Bus, rewards: list[RewardSpec]) -> Progress:
+        """Takes the run and goes on with it, once.
+
+        Raises:
+            RetryableError: a service was away.
+        """
         target = self.common.trainer_target
         async with rpc.make_channel(target) as channel, self._hold(target, channel) as (opened, lost):
             self.listener.opened(opened)

@@ -98,6 +98,11 @@ def load_recipe(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:
         raise ConfigError(f"{path}: `loop` is a {type(loop).__name__}, expected `async def loop(run)`")
     if not all(isinstance(each, Reward) for each in rewards):
         raise ConfigError(f"{path}: `rewards` must hold slipstream.recipe.Reward only")
+    names = [each.name for each in rewards] + (["reward"] if reward is not None else [])
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"{path}: rewards need different names, not {', '.join(sorted(names))}; set Reward(name=...)"
+        )
     return Recipe(path, _override(path, settings, overrides or {}), prompts, reward, rewards, loop)
 
 

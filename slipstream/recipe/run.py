@@ -8,7 +8,8 @@ from statistics import fmean, pstdev
 from typing import Any, Protocol
 
 from slipstream import rpc
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, SlipstreamError, StoreFullError
+from slipstream.pacing import max_outstanding
 from slipstream.recipe.advantages import group_advantages
 from slipstream.recipe.feeder import Feeder
 from slipstream.recipe.settings import Loss, Settings
@@ -133,16 +134,27 @@ class Run:
         self._target, self._trainer = trainer[0], TrainerServiceStub(trainer[1])
         self._listener = listener
         self._in_batch = 0
+        self._fruitless, self._reason = 0, ""
         self._step_began = time.monotonic()
         self._update_feeder()
+
+    def complain(self, subject: str, reason: str) -> None:
+        """Tells the person who watches that something is wrong; the run goes on."""
+        self._listener.complained(subject, reason)
 
     def log(self, **metrics: float) -> None:
         """Adds metrics to the step's record."""
         self.metrics.update(metrics)
 
     async def next_batch(self, num_groups: int | None = None) -> Batch:
-        """Waits for the next groups, replacing those that turn out void or too stale."""
+        """Waits for the next groups, replacing those that turn out void or too stale.
+
+        Raises:
+            ConfigError: more groups are asked for than may be outstanding.
+            SlipstreamError: a long row of groups came to nothing; the message has the last reason.
+        """
         wanted = num_groups or self.settings.groups_per_step
+        self._check_room(wanted)
         self._update_feeder(wanted)
         groups: list[Group] = []
         wait_s, outcomes = 0.0, {GROUP_OUTCOME_VOID: 0, GROUP_OUTCOME_DROPPED: 0}
@@ -152,20 +164,39 @@ class Run:
             wait_s += response.wait_s
             for summary in response.groups:
                 self._take(summary, groups, outcomes)
+            self._check_fruitful()
             self._update_feeder(wanted - len(groups))
         batch = Batch(groups, wait_s)
         self._log_batch(batch, outcomes)
         return batch
 
+    def _check_room(self, wanted: int) -> None:
+        """The batch in hand is outstanding too: with more than may be, the wait would never end."""
+        most = max_outstanding(self.settings.max_lag, self.settings.groups_per_step)
+        if self._in_batch + wanted > most:
+            raise ConfigError(
+                f"{self._in_batch + wanted} groups are asked for before one publish; with groups_per_step "
+                f"{self.settings.groups_per_step} and max_lag {self.settings.max_lag} at most {most} are "
+                "out at once: raise groups_per_step"
+            )
+
+    def _check_fruitful(self) -> None:
+        if self._fruitless >= max(20, 5 * self.settings.groups_per_step):
+            raise SlipstreamError(
+                f"{self._fruitless} groups in a row came to nothing, the last because: {self._reason}"
+            )
+
     def _take(self, summary: GroupSummary, groups: list[Group], outcomes: dict[Any, int]) -> None:
         if summary.record.outcome == GROUP_OUTCOME_TRAINED:
             groups.append(Group(summary.record, list(summary.samples)))
             self._in_batch += 1
+            self._fruitless = 0
             for sample in summary.samples:
                 if not sample.scored:
                     self._listener.complained(f"completion {sample.sample_id} has no reward", sample.error)
             return
         fate = "void" if summary.record.outcome == GROUP_OUTCOME_VOID else "dropped"
+        self._fruitless, self._reason = self._fruitless + 1, summary.record.reason
         self._listener.complained(f"group {summary.record.group_id} is {fate}", summary.record.reason)
         outcomes[summary.record.outcome] += 1
         if summary.record.outcome == GROUP_OUTCOME_VOID:
@@ -247,7 +278,11 @@ class Run:
         return dict(response.metrics)
 
     async def save(self) -> str:
-        """Writes a checkpoint of everything; returns its name."""
+        """Writes a checkpoint of everything; returns its name.
+
+        Raises:
+            StoreFullError: the trainer's disk is full. The run can go on, older checkpoints are untouched.
+        """
         request = SaveRequest(session_id=self._session, recipe_state=self._state())
         return str((await self._call(self._trainer.Save, request, _WORK_S)).name)
 
@@ -283,5 +318,10 @@ async def standard_loop(run: Run) -> None:
         await run.optim_step()
         await run.publish()
         every = run.settings.save_every
-        if run.step == run.settings.steps or (every and run.step % every == 0):
+        if run.step == run.settings.steps:
             await run.save()
+        elif every and run.step % every == 0:
+            try:
+                await run.save()
+            except StoreFullError as error:
+                run.complain(f"step {run.step} is not saved, the run goes on", str(error))

@@ -26,7 +26,8 @@ class Reward(BaseModel):
     """gRPC target as the reward service sees it, for example `127.0.0.1:50060`."""
     name: str = "reward"
     """Name of this part."""
-    weight: float = 1.0
+    weight: float = Field(1.0, allow_inf_nan=False)
+    """Factor in the sum; 0 to watch it only."""
     timeout_s: float = Field(30.0, gt=0)
 
 
@@ -43,7 +44,7 @@ class Settings(BaseModel):
     """G: completions sampled per prompt."""
     max_lag: int = Field(1, ge=0)
     """S: optimizer steps by which a trained token may be stale; 0 is synchronous."""
-    temperature: float = Field(1.0, gt=0, le=10)
+    temperature: float = Field(1.0, ge=0.01, le=10)
     max_tokens: int = Field(256, ge=1)
     """Upper bound on new tokens per completion."""
     stop_token_ids: list[int] = Field(default_factory=list)
@@ -51,7 +52,7 @@ class Settings(BaseModel):
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
     weight_decay: float = Field(0.0, ge=0)
-    adam_betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    adam_betas: tuple[Annotated[float, Field(gt=0, lt=1)], Annotated[float, Field(gt=0, lt=1)]] = (0.9, 0.95)
     adam_eps: float = Field(1e-8, gt=0)
     max_grad_norm: float = Field(1.0, ge=0)
     """Gradient norm to clip to; 0 for no clipping."""

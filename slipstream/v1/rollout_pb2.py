@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from slipstream.v1 import common_pb2 as slipstream_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/rollout.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"m\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\nmax_tokens\x18\x02 \x01(\x05\x12\x11\n\x04seed\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\x05\x42\x07\n\x05_seed\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\nChatPrompt\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.slipstream.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"X\n\x0cPythonReward\x12&\n\x06\x62undle\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.BlobRef\x12\x0e\n\x06module\x18\x02 \x01(\t\x12\x10\n\x08\x66unction\x18\x03 \x01(\t\"\x1c\n\nGrpcReward\x12\x0e\n\x06target\x18\x01 \x01(\t\"\xa1\x01\n\nRewardSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\x12-\n\x06python\x18\x04 \x01(\x0b\x32\x1b.slipstream.v1.PythonRewardH\x00\x12)\n\x04grpc\x18\x05 \x01(\x0b\x32\x19.slipstream.v1.GrpcRewardH\x00\x42\x08\n\x06target\"\xea\x02\n\x0bPromptGroup\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x03\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x19.slipstream.v1.ChatPromptH\x00\x12,\n\x06tokens\x18\x06 \x01(\x0b\x32\x1a.slipstream.v1.TokenPromptH\x00\x12\x13\n\x0bnum_samples\x18\x07 \x01(\x05\x12/\n\x08sampling\x18\x08 \x01(\x0b\x32\x1d.slipstream.v1.SamplingParams\x12\x15\n\rmetadata_json\x18\t \x01(\t\x12*\n\x07rewards\x18\n \x03(\x0b\x32\x19.slipstream.v1.RewardSpec\x12+\n\x0bmin_version\x18\x0b \x01(\x0b\x32\x16.slipstream.v1.VersionB\x08\n\x06prompt\"R\n\x0bVersionSpan\x12\'\n\x07version\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Version\x12\r\n\x05start\x18\x02 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x05\"\xb1\x01\n\nCompletion\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.slipstream.v1.FinishReason\x12)\n\x05spans\x18\x06 \x03(\x0b\x32\x1a.slipstream.v1.VersionSpan\"\xc1\x01\n\x0cRolloutGroup\x12*\n\x06prompt\x18\x01 \x01(\x0b\x32\x1a.slipstream.v1.PromptGroup\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\x05\x12.\n\x0b\x63ompletions\x18\x03 \x03(\x0b\x32\x19.slipstream.v1.Completion\x12\x12\n\nreplica_id\x18\x04 \x01(\t\x12\x13\n\x0bvoid_reason\x18\x05 \x01(\t\x12\x12\n\nduration_s\x18\x06 \x01(\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/rollout.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"m\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\nmax_tokens\x18\x02 \x01(\x05\x12\x11\n\x04seed\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\x05\x42\x07\n\x05_seed\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\nChatPrompt\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.slipstream.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"X\n\x0cPythonReward\x12&\n\x06\x62undle\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.BlobRef\x12\x0e\n\x06module\x18\x02 \x01(\t\x12\x10\n\x08\x66unction\x18\x03 \x01(\t\"\x1c\n\nGrpcReward\x12\x0e\n\x06target\x18\x01 \x01(\t\"\xb1\x01\n\nRewardSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x06weight\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\x12-\n\x06python\x18\x04 \x01(\x0b\x32\x1b.slipstream.v1.PythonRewardH\x00\x12)\n\x04grpc\x18\x05 \x01(\x0b\x32\x19.slipstream.v1.GrpcRewardH\x00\x42\x08\n\x06targetB\t\n\x07_weight\"\xea\x02\n\x0bPromptGroup\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x03\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x19.slipstream.v1.ChatPromptH\x00\x12,\n\x06tokens\x18\x06 \x01(\x0b\x32\x1a.slipstream.v1.TokenPromptH\x00\x12\x13\n\x0bnum_samples\x18\x07 \x01(\x05\x12/\n\x08sampling\x18\x08 \x01(\x0b\x32\x1d.slipstream.v1.SamplingParams\x12\x15\n\rmetadata_json\x18\t \x01(\t\x12*\n\x07rewards\x18\n \x03(\x0b\x32\x19.slipstream.v1.RewardSpec\x12+\n\x0bmin_version\x18\x0b \x01(\x0b\x32\x16.slipstream.v1.VersionB\x08\n\x06prompt\"R\n\x0bVersionSpan\x12\'\n\x07version\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Version\x12\r\n\x05start\x18\x02 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x05\"\xb1\x01\n\nCompletion\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.slipstream.v1.FinishReason\x12)\n\x05spans\x18\x06 \x03(\x0b\x32\x1a.slipstream.v1.VersionSpan\"\xc1\x01\n\x0cRolloutGroup\x12*\n\x06prompt\x18\x01 \x01(\x0b\x32\x1a.slipstream.v1.PromptGroup\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\x05\x12.\n\x0b\x63ompletions\x18\x03 \x03(\x0b\x32\x19.slipstream.v1.Completion\x12\x12\n\nreplica_id\x18\x04 \x01(\t\x12\x13\n\x0bvoid_reason\x18\x05 \x01(\t\x12\x12\n\nduration_s\x18\x06 \x01(\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slipstream.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1434
-  _globals['_FINISHREASON']._serialized_end=1529
+  _globals['_FINISHREASON']._serialized_start=1450
+  _globals['_FINISHREASON']._serialized_end=1545
   _globals['_SAMPLINGPARAMS']._serialized_start=74
   _globals['_SAMPLINGPARAMS']._serialized_end=183
   _globals['_CHATMESSAGE']._serialized_start=185
@@ -47,13 +47,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GRPCREWARD']._serialized_start=415
   _globals['_GRPCREWARD']._serialized_end=443
   _globals['_REWARDSPEC']._serialized_start=446
-  _globals['_REWARDSPEC']._serialized_end=607
-  _globals['_PROMPTGROUP']._serialized_start=610
-  _globals['_PROMPTGROUP']._serialized_end=972
-  _globals['_VERSIONSPAN']._serialized_start=974
-  _globals['_VERSIONSPAN']._serialized_end=1056
-  _globals['_COMPLETION']._serialized_start=1059
-  _globals['_COMPLETION']._serialized_end=1236
-  _globals['_ROLLOUTGROUP']._serialized_start=1239
-  _globals['_ROLLOUTGROUP']._serialized_end=1432
+  _globals['_REWARDSPEC']._serialized_end=623
+  _globals['_PROMPTGROUP']._serialized_start=626
+  _globals['_PROMPTGROUP']._serialized_end=988
+  _globals['_VERSIONSPAN']._serialized_start=990
+  _globals['_VERSIONSPAN']._serialized_end=1072
+  _globals['_COMPLETION']._serialized_start=1075
+  _globals['_COMPLETION']._serialized_end=1252
+  _globals['_ROLLOUTGROUP']._serialized_start=1255
+  _globals['_ROLLOUTGROUP']._serialized_end=1448
 # @@protoc_insertion_point(module_scope)

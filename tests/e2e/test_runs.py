@@ -1,6 +1,6 @@
 """Whole runs on the torch engine and a tiny model: learning, resuming, and what users do wrong."""
 
-import asyncio
+import re
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -123,15 +123,10 @@ async def test_what_users_do_wrong_gets_a_clear_answer_and_loses_nothing(
     assert sum(end - start for start, end in offsets.values()) == 1
 
 
-async def test_a_reward_that_always_fails_voids_its_groups_with_the_reason(
+async def test_a_reward_that_always_fails_voids_its_groups_and_ends_the_run_with_the_reason(
     stack: Deployment, tmp_path: Path
 ) -> None:
-    process = await stack.spawn(letters(tmp_path, steps=2, reward="raise KeyError('label')"), "--run", "void")
-    output = ""
-    assert process.stdout is not None
-    async with asyncio.timeout(120):
-        while "KeyError" not in output:
-            output += (await process.stdout.readline()).decode()
-    await interrupt(process)
-    assert "void" in output
-    assert "label" in output
+    done = await stack.run(letters(tmp_path, steps=2, reward="raise KeyError('label')"), "--run", "void")
+    assert done.code == 1
+    assert "group void/0 is void" in done.output
+    assert re.search(r"20 groups in a row\s+came\s+to\s+nothing.*KeyError\('label'\)", done.output, re.DOTALL)

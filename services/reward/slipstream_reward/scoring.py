@@ -66,7 +66,10 @@ def _combine_one(specs: Sequence[RewardSpec], outcomes: Sequence[Outcome]) -> Sc
             parts.update({f"{spec.name}/{name}": value for name, value in outcome.parts.items()})
         else:
             parts.update(outcome.parts or {spec.name or "reward": outcome.value})
-    value = sum((spec.weight or 1.0) * o.value for spec, o in zip(specs, outcomes, strict=True))
+    value = sum(
+        (spec.weight if spec.HasField("weight") else 1.0) * o.value
+        for spec, o in zip(specs, outcomes, strict=True)
+    )
     if not math.isfinite(value):
         return _failed("the weighted sum of the rewards overflows")
     return Score(status=SCORE_STATUS_OK, value=value, parts=parts)

@@ -34,7 +34,7 @@ OUTCOMES = st.one_of(
 )
 
 
-def spec(name: str = "reward", weight: float = 0.0) -> RewardSpec:
+def spec(name: str = "reward", weight: float = 1.0) -> RewardSpec:
     return RewardSpec(name=name, weight=weight, grpc=GrpcReward(target="127.0.0.1:1"))
 
 
@@ -65,7 +65,7 @@ def test_a_completion_has_the_weighted_sum_or_an_error_and_never_a_made_up_numbe
     assert [s.status == SCORE_STATUS_ERROR for s in scores] == failed
     for score, (a, b) in zip(scores, pairs, strict=True):
         if score.status == SCORE_STATUS_OK:
-            expected = (first or 1) * a.value + (second or 1) * b.value
+            expected = first * a.value + second * b.value
             assert math.isclose(score.value, expected, abs_tol=1e-6)
             assert score.parts == {"a": a.value, "b": b.value}
         else:

@@ -1,5 +1,6 @@
 """Settings of a rollout replica, `SLIPSTREAM_ROLLOUT_*`."""
 
+import socket
 from pathlib import Path
 from typing import Literal
 
@@ -7,6 +8,8 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from slipstream.settings import ServiceSettings
+
+_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 
 
 class RolloutSettings(ServiceSettings):
@@ -18,8 +21,8 @@ class RolloutSettings(ServiceSettings):
     """Directory of a Hugging Face checkpoint, or the name of a model on the hub."""
     engine: Literal["vllm", "torch"] = "vllm"
     """vLLM, or plain transformers on the CPU: slower, no native code, the reference for tests."""
-    replica_id: str = Field("rollout-0", pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
-    """Stable name of this replica, unique in the deployment."""
+    replica_id: str = Field(default_factory=lambda: socket.gethostname().lower(), pattern=_NAME)
+    """Stable name of this replica, unique in the deployment; by default the machine's or container's."""
     work_dir: Path = Path("/tmp/slipstream")
     """Where new weights are put for the engine's workers to map; a RAM disk is best."""
     max_concurrent_groups: int = Field(16, ge=1, le=4096)

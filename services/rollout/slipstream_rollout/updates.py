@@ -76,6 +76,10 @@ class Updates:
                 pass
             except (RetryableError, IntegrityError) as error:
                 self._complain(run_id, error)
+                # Servers that are away are waited for; what is damaged must not hold up other runs for ever.
+                if isinstance(error, IntegrityError) and self._clock.monotonic() >= deadline:
+                    self._given_up.add(run_id)
+                    raise NotFoundError(f"run {run_id} has no usable version: {error}") from None
                 await self._wait(1.0)
                 continue
             wanted = "version" if min_version is None else f"version {version_str(min_version)}"

@@ -153,6 +153,21 @@ async def test_a_version_that_never_comes_voids_the_group_with_the_reason(
     assert check_tiled((await replica.rollouts(2))["run/1"]) == [[0]] * 3
 
 
+async def test_a_run_whose_weights_are_damaged_is_voided_and_does_not_hold_up_another(
+    replica: Any, weights: list[Weights], prompt: Prompt
+) -> None:
+    await replica.versions.publish("bad", 0, weights[1])
+    for shard in replica.versions.manifests[0].shards:
+        await replica.blobs.put(shard.blob.key, b"x" * shard.blob.size_bytes)
+    await replica.versions.publish("good", 0, weights[0])
+    await replica.start(version_wait_s=0.5)
+    await replica.ask(prompt("bad", 0))
+    await replica.ask(prompt("good", 0))
+    rollouts = await replica.rollouts(2)
+    assert "run bad has no usable version" in rollouts["bad/0"].void_reason
+    assert check_tiled(rollouts["good/0"]) == [[0]] * 3
+
+
 async def test_runs_take_turns_and_each_is_sampled_by_its_own_weights(
     replica: Any, weights: list[Weights], prompt: Prompt
 ) -> None:

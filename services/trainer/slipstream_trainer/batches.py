@@ -4,13 +4,13 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from slipstream.blobs import BlobStore
 from slipstream.bus import Bus, Consumer, Record, TopicPartition
 from slipstream.bus.events import parse, send_dead_letter
+from slipstream.bus.outage import Outage
 from slipstream.clock import Clock
-from slipstream.errors import PoisonMessageError
+from slipstream.errors import PoisonMessageError, RetryableError
 from slipstream.pacing import Origin, Window, lag
 from slipstream.topics import SAMPLES
 from slipstream.v1.reward_pb2 import SCORE_STATUS_OK, ScoredGroup
@@ -21,7 +21,6 @@ from slipstream.v1.train_pb2 import (
     GROUP_OUTCOME_VOID,
     GroupRecord,
 )
-from slipstream_trainer.patience import patiently
 
 DEAD_LETTER_GROUP = "trainer"
 
@@ -124,6 +123,9 @@ class Inbox:
     _void: list[Arrived] = field(default_factory=list)
     _unread: deque[Record] = field(default_factory=deque)
 
+    def __post_init__(self) -> None:
+        self.outage = Outage("something that the trainer needs", self.clock)
+
     async def read(self, timeout_s: float) -> None:
         """Takes in what has arrived; waits up to `timeout_s` when nothing has.
 
@@ -132,15 +134,24 @@ class Inbox:
         if not self._unread:
             self._unread.extend(await self.consumer.poll(max_records=64, timeout_s=timeout_s))
         while self._unread:
-            record = self._unread[0]
             try:
-                fetch = partial(parse, record, SAMPLES, blobs=self.blobs)
-                group: ScoredGroup = await patiently(fetch, self.clock, "fetching a large group")
-            except PoisonMessageError as error:
-                await send_dead_letter(self.bus, self.namespace, DEAD_LETTER_GROUP, record, error)
-            else:
-                self._sort(Arrived(group, record.partition, record.offset))
+                await self._take_in(self._unread[0])
+            except RetryableError as error:
+                self.outage.down(str(error))
+                await self.clock.sleep(
+                    timeout_s
+                )  # the loop is answered in time: it goes on waiting by itself
+                return
+            self.outage.up()
             self._unread.popleft()
+
+    async def _take_in(self, record: Record) -> None:
+        try:
+            group: ScoredGroup = await parse(record, SAMPLES, blobs=self.blobs)
+        except PoisonMessageError as error:
+            await send_dead_letter(self.bus, self.namespace, DEAD_LETTER_GROUP, record, error)
+        else:
+            self._sort(Arrived(group, record.partition, record.offset))
 
     def _sort(self, arrived: Arrived) -> None:
         prompt = arrived.group.rollout.prompt

@@ -4,7 +4,7 @@ import time
 import uuid
 from dataclasses import dataclass, field
 
-from slipstream.errors import ConflictError, SlipstreamError
+from slipstream.errors import ConflictError, RetryableError
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Lease:
         """Lets the holder pass.
 
         Raises:
-            SlipstreamError: the session is not, or no longer, the holder's.
+            RetryableError: the session is not, or no longer, the holder's: open the run again.
         """
         if self.holder is None or self.holder.session_id != session_id:
-            raise SlipstreamError("this session does not hold the run (any more): open the run again")
+            raise RetryableError("this session does not hold the run (any more): open the run again")

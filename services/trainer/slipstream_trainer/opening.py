@@ -9,6 +9,7 @@ from typing import Any
 from slipstream import rpc
 from slipstream.blobs import BlobStore
 from slipstream.bus import Bus
+from slipstream.bus.outage import Outage
 from slipstream.clock import Clock
 from slipstream.errors import ConfigError
 from slipstream.pacing import Origin, Window, window_size
@@ -23,7 +24,6 @@ from slipstream_trainer import checkpoint
 from slipstream_trainer.batches import Arrived, Inbox, open_consumer
 from slipstream_trainer.checkpoint import Checkpoint
 from slipstream_trainer.model import AdamW, Policy
-from slipstream_trainer.patience import patiently
 from slipstream_trainer.run import Run
 from slipstream_trainer.settings import TrainerSettings
 
@@ -35,14 +35,14 @@ class WeightSync:
     """The calls of weightsync that a trainer makes; they wait while it is away."""
 
     def __init__(self, target: str, clock: Clock) -> None:
-        self._target, self._clock = target, clock
+        self._target, self._outage = target, Outage(f"weightsync at {target}", clock)
         self._channel = rpc.make_channel(target)
         self._stub = WeightSyncServiceStub(self._channel)
 
     async def open_epoch(self, run_id: str) -> int:
         """Takes the run over."""
         request = OpenEpochRequest(run_id=run_id)
-        response = await self._patiently(self._stub.OpenEpoch, request, f"opening {run_id}")
+        response = await self._patiently(self._stub.OpenEpoch, request)
         return int(response.epoch)
 
     async def commit(self, manifest: Manifest) -> None:
@@ -52,11 +52,12 @@ class WeightSync:
             FencedError: the epoch is over. ConflictError: someone else published this version.
         """
         request = CommitVersionRequest(manifest=manifest)
-        await self._patiently(self._stub.CommitVersion, request, f"committing a version of {manifest.run_id}")
+        await self._patiently(self._stub.CommitVersion, request)
 
-    async def _patiently(self, method: Any, request: Any, what: str) -> Any:
-        call = partial(rpc.call, self._target, method, request, timeout_s=_CALL_S)
-        return await patiently(call, self._clock, what)
+    async def _patiently(self, method: Any, request: Any) -> Any:
+        return await self._outage.wait_out(
+            partial(rpc.call, self._target, method, request, timeout_s=_CALL_S)
+        )
 
     async def close(self) -> None:
         await self._channel.close()
@@ -103,9 +104,18 @@ async def open_run(
     loop = asyncio.get_running_loop()
     found = await loop.run_in_executor(executor, _load, policy, optimizer, settings, run_id)
     state = found.state if found else None
+    if state and state.model != str(policy.path):
+        _log.warning(
+            "run %s began from %s, not from %s: it goes on with its own weights",
+            run_id,
+            state.model,
+            policy.path,
+        )
     epoch = await weightsync.open_epoch(run_id)
     step = state.step if state else 0
-    consumer = await open_consumer(bus, namespace, state.offsets if state else None)
+    # An earlier attempt that died before its first checkpoint has left its groups in the log: they are read.
+    offsets = state.offsets if state else {} if epoch > 1 else None
+    consumer = await open_consumer(bus, namespace, offsets)
     kept: Window[Arrived] = Window(window, state.head, set(state.consumed)) if state else Window(window)
     run = Run(
         run_id=run_id,

@@ -22,14 +22,12 @@ from slipstream.pacing import Origin
 from slipstream.topics import ALIGNMENT, STEPS, Topic
 from slipstream.v1.common_pb2 import Version
 from slipstream.v1.train_pb2 import AlignmentRecord, GroupRecord, LagStats, StepRecord
-from slipstream.weights.manifest import version_str
 from slipstream.weights.publisher import Published, Publisher
 from slipstream_trainer import checkpoint, losses
 from slipstream_trainer.alignment import summary
 from slipstream_trainer.batches import Arrived, Inbox, Taken
 from slipstream_trainer.gradient import Chosen, Gradient, compute, probe
 from slipstream_trainer.model import Policy
-from slipstream_trainer.patience import patiently
 
 T = TypeVar("T")
 MAX_RECIPE_STATE = 1 << 20
@@ -222,7 +220,7 @@ class Run:
 
     async def _send(self, topic: Topic, message: Message, event_id: str) -> None:
         send = partial(publish, self.bus, self.namespace, topic, message, blobs=self.blobs, event_id=event_id)
-        await patiently(send, self.clock, f"recording step {self.step}")
+        await self.inbox.outage.wait_out(send)
 
     async def publish_anchor(self) -> None:
         """Publishes the weights in full, as the first version of this epoch."""
@@ -242,9 +240,7 @@ class Run:
     async def _publish(self, how: Callable[[Version, Weights], Awaitable[Published]]) -> dict[str, float]:
         version = Version(epoch=self.epoch, number=self.step)
         weights = await self._on_thread(self.policy.weights)
-        done = await patiently(
-            lambda: how(version, weights), self.clock, f"publishing {version_str(version)}"
-        )
+        done = await self.inbox.outage.wait_out(lambda: how(version, weights))
         self.version = version
         return {
             "delta_bytes": float(done.size_bytes),

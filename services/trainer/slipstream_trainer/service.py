@@ -10,7 +10,7 @@ import grpc.aio
 import torch
 
 from slipstream.bus.events import ensure_topics
-from slipstream.errors import ConflictError, SlipstreamError
+from slipstream.errors import ConflictError, RetryableError, SlipstreamError
 from slipstream.service import Context
 from slipstream.v1 import trainer_service_pb2 as pb
 from slipstream.v1.reward_pb2 import SCORE_STATUS_OK
@@ -194,7 +194,7 @@ class TrainerService(TrainerServiceServicer):
     def _check(self, session_id: str) -> None:
         self._lease.check(session_id)
         if self._context.stopping.is_set():
-            raise SlipstreamError("the trainer is stopping")
+            raise RetryableError("the trainer is stopping")
 
     def _held(self, session_id: str) -> Run:
         self._check(session_id)

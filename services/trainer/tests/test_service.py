@@ -97,7 +97,7 @@ async def test_a_second_loop_is_refused_and_told_who_holds_the_run_until_the_fir
                 await asyncio.sleep(0.01)
         async with trainer.open(client="bob") as loop:
             assert loop.opened.version.epoch == 2
-            details = await refused(old.publish(), grpc.StatusCode.FAILED_PRECONDITION)
+            details = await refused(old.publish(), grpc.StatusCode.UNAVAILABLE)
             assert "does not hold the run" in details
 
 

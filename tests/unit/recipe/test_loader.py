@@ -42,6 +42,10 @@ def test_a_good_recipe_loads_and_is_named_after_its_directory(tmp_path: Path) ->
         (GOOD + "reward = 3\n", "`reward` is a int, expected a function"),
         (GOOD + "loop = 3\n", "`loop` is a int"),
         (GOOD + "rewards = ['x']\n", "`rewards` must hold"),
+        (
+            GOOD + "from slipstream.recipe import Reward\nrewards = [Reward(target='a:1')]\n",
+            "rewards need different names",
+        ),
         (GOOD + "import no_such_module_here\n", "ModuleNotFoundError: No module named 'no_such_module_here'"),
         (GOOD + "1 +\n", "SyntaxError"),
     ],
