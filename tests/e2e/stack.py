@@ -111,6 +111,7 @@ async def deployment(
     own["rollout"] |= {
         "SLIPSTREAM_ROLLOUT_MODEL": str(model),
         "SLIPSTREAM_ROLLOUT_ENGINE": engine,
+        "SLIPSTREAM_ROLLOUT_REPLICA_ID": "rollout-0",
         "SLIPSTREAM_ROLLOUT_WORK_DIR": str(directory / "work"),
     }
     own["reward"] |= {"SLIPSTREAM_REWARD_REPLICA_ID": "reward-0"}

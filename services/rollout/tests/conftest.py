@@ -93,6 +93,7 @@ class Replica:
         values = {
             "model": self._model,
             "engine": "torch",
+            "replica_id": "rollout-0",
             "max_model_len": 400,
             "heartbeat_s": 0.1,
         } | settings
