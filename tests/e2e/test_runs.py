@@ -13,22 +13,33 @@ from slipstream.settings import CommonSettings
 from slipstream.topics import ROLLOUTS, dead_letter_name
 from tests.e2e.recipes import letters
 from tests.e2e.stack import Deployment, deployment, interrupt, until_line
+from tests.support.fixtures import Servers, make_topics, own_place
 from tests.support.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.integration, pytest.mark.timeout(420)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.integration,
+    pytest.mark.timeout(420),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 
-@pytest_asyncio.fixture
-async def stack(deployment_settings: CommonSettings, tmp_path: Path) -> AsyncIterator[Deployment]:
-    model = make_tiny_model(tmp_path / "model")
-    async with deployment(deployment_settings, tmp_path, model) as running:
+@pytest.fixture(scope="module")
+def settings(servers: Servers) -> CommonSettings:
+    made = own_place(servers)
+    make_topics(made)
+    return made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(
+    settings: CommonSettings, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Deployment]:
+    """One deployment for all runs of this file, one after the other, as a user's is."""
+    directory = tmp_path_factory.mktemp("stack")
+    model = make_tiny_model(directory / "model")
+    async with deployment(settings, directory, model) as running:
         yield running
-
-
-@pytest.fixture
-def deployment_settings(request: pytest.FixtureRequest) -> CommonSettings:
-    settings: CommonSettings = request.getfixturevalue("deployment")
-    return settings
 
 
 async def test_reward_rises_within_the_bound_and_nothing_is_lost(stack: Deployment, tmp_path: Path) -> None:
@@ -59,7 +70,7 @@ async def test_reward_rises_within_the_bound_and_nothing_is_lost(stack: Deployme
 async def test_a_run_survives_the_death_of_each_of_its_processes(stack: Deployment, tmp_path: Path) -> None:
     # Slow enough for all this to happen before the last step.
     slow = "import time; time.sleep(0.02); return completion.text.count('a') / 8"
-    recipe, options = letters(tmp_path, steps=60, save_every=2, reward=slow), ("--run", "resume")
+    recipe, options = letters(tmp_path, steps=40, save_every=2, reward=slow), ("--run", "resume")
 
     process = await stack.spawn(recipe, *options)
     await until_line(process, r"^step 3/")
@@ -85,8 +96,8 @@ async def test_a_run_survives_the_death_of_each_of_its_processes(stack: Deployme
 
     done = await stack.run(recipe, *options)
     summary = done.summary("resume")
-    assert summary["steps"] == 60
-    assert summary["groups_trained"] == 60 * 4
+    assert summary["steps"] == 40
+    assert summary["groups_trained"] == 40 * 4
     assert summary["max_lag"] <= 1
     assert summary["requests_lost"] == 0
 

@@ -82,6 +82,11 @@ def kafka_bootstrap(servers: Servers) -> str:
 @pytest.fixture
 def common_settings(servers: Servers) -> CommonSettings:
     """Settings for the run's servers, with a namespace and an existing bucket that no other test uses."""
+    return own_place(servers)
+
+
+def own_place(servers: Servers) -> CommonSettings:
+    """A new namespace and bucket on the run's servers. Not from within an event loop."""
     name = f"t{uuid.uuid4().hex[:12]}"
     credentials = servers.s3.credentials
     settings = load(
@@ -110,8 +115,13 @@ async def _make_bucket(settings: CommonSettings) -> None:
 @pytest.fixture
 def deployment(common_settings: CommonSettings) -> CommonSettings:
     """`common_settings` with all topics created."""
-    run_now(_make_topics(common_settings))
+    make_topics(common_settings)
     return common_settings
+
+
+def make_topics(settings: CommonSettings) -> None:
+    """Creates all topics. Not from within an event loop."""
+    run_now(_make_topics(settings))
 
 
 async def _make_topics(settings: CommonSettings) -> None:
