@@ -4,14 +4,15 @@ With P groups per optimizer step and staleness bound S:
 
 * the trainer takes groups by windowed first-in-first-out: only those whose sequence number is less than
   `head + W`, head being the oldest group not taken yet and
-  `W = max(1, min(floor(0.3 * (S + 1) * P), S * P + 1))`;
+  `W = max(1, min(floor(0.3 * (S + 1) * P), (S - 1) * P + 1))`;
 * the recipe keeps at most `B = (S + 1) * P - (W - 1)` groups outstanding (published, and neither trained nor
   void).
 
 Before a group is taken, at most the B - 1 others that were outstanding when it was published and W - 1
 younger ones can be taken, so it waits at most `(B + W - 2) // P = S` optimizer steps: no group goes stale
 for being overtaken. A slow group is never starved by quick ones, and a quick one waits for a slow one only
-when it is W or more places behind. The trainer checks the versions that sampled each token all the same.
+when it is W or more places behind. While a batch is trained on, B - P others are out: with S >= 1 a whole batch
+is sampled meanwhile. The trainer checks the versions that sampled each token all the same.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,10 +31,10 @@ def max_outstanding(max_lag: int, groups_per_step: int) -> int:
 
 def window_size(max_lag: int, groups_per_step: int) -> int:
     """W: how many of the oldest groups, counted by sequence number from the head, may be taken."""
-    # Integers only: 0.3 * 10 is not 3 in floating point on every path. The second bound leaves a whole step's
-    # groups outstanding: with S = 0 nothing may be overtaken.
+    # Integers only: 0.3 * 10 is not 3 in floating point on every path. The second bound leaves a whole
+    # batch to be sampled while another is trained on; where S is 0 or 1 that leaves nothing to be overtaken.
     share = _ceiling(max_lag, groups_per_step) * 3 // 10
-    return max(1, min(share, max_lag * groups_per_step + 1))
+    return max(1, min(share, (max_lag - 1) * groups_per_step + 1))
 
 
 def worst_age(max_lag: int, groups_per_step: int) -> int:

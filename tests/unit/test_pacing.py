@@ -16,7 +16,8 @@ def test_window_is_three_tenths_of_what_may_be_outstanding_and_never_empty() -> 
     assert max_outstanding(4, 8) == 29
     assert window_size(4, 8) == 12
     assert window_size(0, 1) == window_size(0, 3) == 1
-    assert window_size(0, 10) == 1
+    assert window_size(0, 10) == window_size(1, 10) == 1
+    assert window_size(2, 10) == 9
     assert max_outstanding(0, 10) == 10
     with pytest.raises(ConfigError, match="max_lag"):
         max_outstanding(-1, 8)
@@ -53,6 +54,11 @@ def simulate(max_lag: int, per_step: int, steps: int, rng: random.Random, void_s
     # No starvation: whatever is left is younger than the window allows to be passed over.
     assert all(step - published_at[s] <= worst_age(max_lag, per_step) + 1 for s in window.waiting)
     return ages
+
+
+@given(st.integers(1, 20), st.integers(1, 64))
+def test_a_whole_batch_is_out_while_another_is_trained_on(max_lag: int, per_step: int) -> None:
+    assert max_outstanding(max_lag, per_step) - per_step >= per_step
 
 
 @settings(deadline=None, max_examples=60)
