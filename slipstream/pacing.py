@@ -11,8 +11,8 @@ With P groups per optimizer step and staleness bound S:
 Before a group is taken, at most the B - 1 others that were outstanding when it was published and W - 1
 younger ones can be taken, so it waits at most `(B + W - 2) // P = S` optimizer steps: no group goes stale
 for being overtaken. A slow group is never starved by quick ones, and a quick one waits for a slow one only
-when it is W or more places behind. While a batch is trained on, B - P others are out: with S >= 1 a whole batch
-is sampled meanwhile. The trainer checks the versions that sampled each token all the same.
+when it is W or more places behind. While a batch is trained on, B - P others are out: with S >= 1 a whole
+batch is sampled meanwhile. The trainer checks the versions that sampled each token all the same.
 """
 
 from collections.abc import Iterable, Sequence
