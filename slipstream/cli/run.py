@@ -49,13 +49,15 @@ def run(
         raise ConfigError(
             f"run name {name!r}: use 1 to 100 of a-z 0-9 . _ -, beginning with a letter or digit"
         )
-    console = Console()
+    console = Console(highlight=False, soft_wrap=True)
     options = StackOptions(model=model, engine=engine, port_base=port_base, fresh=fresh) if up else None
-    code = asyncio.run(_interruptible(_main(loaded, name, options, summary, console), console))
+    # What is begun afresh each time has nothing to go on from.
+    hint = "" if fresh else "; the same command goes on from the last checkpoint"
+    code = asyncio.run(_interruptible(_main(loaded, name, options, summary, console), console, hint))
     raise typer.Exit(code)
 
 
-async def _interruptible(work: Any, console: Console) -> int:
+async def _interruptible(work: Any, console: Console, hint: str) -> int:
     """Turns SIGINT and SIGTERM into an orderly cancellation; says how to go on."""
     task: asyncio.Task[int] = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
@@ -63,7 +65,7 @@ async def _interruptible(work: Any, console: Console) -> int:
 
     def stop(number: int) -> None:
         if not stopped:
-            console.print("\nstopping; the same command goes on from the last checkpoint")
+            console.print(f"\nstopping{hint}")
             task.cancel()
         stopped.append(number)
 
@@ -72,6 +74,7 @@ async def _interruptible(work: Any, console: Console) -> int:
     try:
         return await task
     except asyncio.CancelledError:
+        console.print("stopped")
         return 128 + stopped[0] if stopped else 1
 
 
@@ -84,6 +87,11 @@ async def _main(
             environment: dict[str, str] | None = local.environment
         else:
             environment = client_environment(home_directory())
+            if environment is None and "SLIPSTREAM_KAFKA_BOOTSTRAP" not in os.environ:
+                raise ConfigError(
+                    f"no stack is up in {home_directory()} and SLIPSTREAM_KAFKA_BOOTSTRAP names no other: "
+                    "`slipstream up --detach` starts one, `slipstream run --up` one for this run alone"
+                )
         page = (environment or {}).get("SLIPSTREAM_PAGE_URL")
         common = load(CommonSettings, {**(environment or {}), **_own_settings(os.environ)})
         if page:
@@ -114,6 +122,13 @@ async def _run(
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
+    own_summary = home_directory() / "runs" / run_id / "summary.json"
+    if display.began_at >= recipe.settings.steps and own_summary.exists():
+        console.print(
+            f"{run_id} is finished, its summary is in {own_summary}; "
+            "--steps N goes on, --run NAME begins another"
+        )
+        return 0
     if not caught_up:
         console.print(
             f"[yellow]not every replica reached the last version within {_CAUGHT_UP_S:.0f} s[/yellow]"
@@ -127,13 +142,8 @@ async def _run(
         resumed_from=display.began_at,
     )
     console.print(summary_table(result))
-    for path in _summary_paths(run_id, summary):
+    for path in filter(None, (own_summary, summary)):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + "\n")
         console.print(f"written: {path}")
     return 0
-
-
-def _summary_paths(run_id: str, extra: Path | None) -> list[Path]:
-    own = home_directory() / "runs" / run_id / "summary.json"
-    return [own] if extra is None else [own, extra]

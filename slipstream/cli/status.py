@@ -39,7 +39,7 @@ async def _show_status(console: Console, settings: CommonSettings, live: dict[st
     where = (
         f"local stack, {live['status']}, process {live['pid']}"
         if live
-        else "no local stack in this directory"
+        else "no local stack in this directory (`slipstream up` starts one)"
     )
     console.print(where)
     console.print(_services(targets, states))

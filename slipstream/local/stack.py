@@ -23,7 +23,7 @@ from typing import Any, Protocol, Self
 from slipstream.blobs import open_store
 from slipstream.bus import open_bus
 from slipstream.bus.events import ensure_topics
-from slipstream.errors import SlipstreamError
+from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.local import checks, environment, health, jars, layout, models, paths, ports, state
 from slipstream.local.process import Child
 from slipstream.local.servers import Credentials, JavaServer, KafkaServer, S3Server
@@ -116,6 +116,8 @@ class LocalStack:
             SlipstreamError: a process ended or did not become healthy.
         """
         load(CommonSettings, self.options.env)
+        if self.options.engine not in ("", "vllm", "torch"):
+            raise ConfigError(f"engine {self.options.engine!r}: use vllm or torch")
         engine = self.options.engine or ("vllm" if checks.engine_kind() else "torch")
         self._preflight(engine)
         self._lock.acquire()
@@ -218,7 +220,8 @@ class LocalStack:
             await ensure_topics(bus, common)
 
     async def _start_services(self, model: Path, engine: str) -> None:
-        self._say(f"starting services on {engine}: {', '.join(self.ports.processes())}")
+        names = ", ".join(self.ports.processes())
+        self._say(f"starting services on {engine} (takes a minute or two): {names}")
         work = self._work = _work_directory(self.home)
         for name in self.ports.processes():
             variables = layout.process_variables(

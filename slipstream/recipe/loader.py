@@ -1,5 +1,6 @@
 """Loads a recipe file and checks it before anything starts."""
 
+import difflib
 import importlib.util
 import random
 import sys
@@ -110,8 +111,18 @@ def _override(path: Path, settings: Settings, overrides: dict[str, Any]) -> Sett
     try:
         return Settings.model_validate(settings.model_dump() | overrides)
     except ValidationError as error:
-        details = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"{path}: {details}") from None
+        raise ConfigError(f"{path}: {_details(error)}") from None
+
+
+def _details(error: ValidationError) -> str:
+    return "; ".join(_detail(".".join(map(str, each["loc"])), each) for each in error.errors())
+
+
+def _detail(name: str, error: Any) -> str:
+    if error["type"] != "extra_forbidden":
+        return f"{name}: {error['msg']}"
+    near = difflib.get_close_matches(name, [*Settings.model_fields, *Reward.model_fields], 1)
+    return f"{name}: no such setting{f'; did you mean {near[0]}?' if near else ''}"
 
 
 def _import(path: Path) -> ModuleType:
@@ -128,8 +139,7 @@ def _import(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except ValidationError as error:
-        details = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"{path}: settings: {details}") from None
+        raise ConfigError(f"{path}: settings: {_details(error)}") from None
     except Exception as error:
         raise ConfigError(f"{path}: {type(error).__name__}: {error}") from error
     return module

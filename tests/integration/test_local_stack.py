@@ -17,6 +17,7 @@ from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.local import LocalStack, StackOptions, client_environment, layout, ports, state
 from tests.support.tiny_model import make_tiny_model
 
+EXAMPLE = Path(__file__).parents[2] / "examples/arithmetic/recipe.py"
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
@@ -163,11 +164,17 @@ def test_bad_options_get_one_line_and_exit_code_2(cli: Cli) -> None:
     code, missing = cli("up", "--model", "/not/there", "--port-base", str(cli.base), "--engine", "torch")
     assert code == 2
     assert "no model directory /not/there" in missing
+    code, engine = cli("up", "--engine", "vlm", "--port-base", str(cli.base))
+    assert code == 2
+    assert "use vllm or torch" in engine
+    code, nowhere = cli("run", str(EXAMPLE))
+    assert code == 2
+    assert "no stack is up" in nowhere
     cli.env["SLIPSTREAM_TRANER_DEVICE"] = "cpu"
     code, unknown = cli(*cli.up, "--detach")
     assert code == 2
     assert "SLIPSTREAM_TRANER_DEVICE" in unknown
-    assert "Traceback" not in text + missing + unknown
+    assert "Traceback" not in text + missing + engine + nowhere + unknown
     assert _processes_of(cli.home) == []
 
 

@@ -175,18 +175,6 @@ class Policy:
                 "exp_avg_sq": moments[f"v/{name}"].to(self.device, copy=True),
             }
 
-    def export(self, directory: Path) -> None:
-        """Writes the bf16 weights as a Hugging Face checkpoint, with the tokenizer's files."""
-        import shutil
-
-        from slipstream.delta.tensors import write_safetensors
-
-        directory.mkdir(parents=True, exist_ok=True)
-        for file in self.path.iterdir():
-            if file.is_file() and not file.name.startswith(("model", "pytorch_model")):
-                shutil.copy2(file, directory)
-        write_safetensors(directory / "model.safetensors", self.weights(), {"format": "pt"})
-
     def _round(self) -> None:
         with torch.no_grad():
             for name, p in self._params.items():

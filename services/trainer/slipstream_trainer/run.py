@@ -31,6 +31,8 @@ from slipstream_trainer.model import Policy
 
 T = TypeVar("T")
 MAX_RECIPE_STATE = 1 << 20
+_LOOK_EVERY = 4
+"""Steps without a measurement of mismatch at lag 0 after which one is waited for."""
 
 
 @dataclass
@@ -66,6 +68,11 @@ class Run:
     _unsent: tuple[StepRecord, list[AlignmentRecord]] | None = None
     """Records of the step just made, until it is published."""
     _last_publish: dict[str, float] = field(default_factory=dict)
+    _looked_at: int = 0
+    """Step at which mismatch at lag 0 was measured, or waited for, last."""
+    _step_s: float = 0.0
+    """Seconds between the last two optimizer steps."""
+    _stepped_at: float = 0.0
 
     @property
     def epoch(self) -> int:
@@ -166,15 +173,31 @@ class Run:
         shows numerics apart from staleness would hardly ever be measured.
         """
         if any(entry.lag == 0 for record in self._alignment.values() for entry in record.by_lag):
+            self._looked_at = self.step
             return {}
-        await self.inbox.read(0.0)
-        arrived = self.inbox.fresh(self.lineage, self.step)
+        arrived = await self._fresh()
         if arrived is None:
             return {}
+        self._looked_at = self.step
         work = partial(probe, self.policy, arrived, self.micro_batch_tokens, self.lineage, self.step)
         stats = await self._on_thread(work)
         self._align(arrived, stats)
         return {name: value for name, value in summary(stats).items() if name.endswith("/lag0")}
+
+    async def _fresh(self) -> Arrived | None:
+        """A group sampled by the current weights; when none was seen for some steps, it is waited for."""
+        now = self.clock.monotonic()
+        waits = self.step - self._looked_at >= _LOOK_EVERY
+        # No longer than the step before took: that is a small share of the time, however long steps are.
+        deadline = now + (self._step_s if waits else 0.0)
+        await self.inbox.read(0.0)
+        while (arrived := self.inbox.fresh(self.lineage, self.step)) is None:
+            if (now := self.clock.monotonic()) >= deadline:
+                break
+            await self.inbox.read(min(0.2, deadline - now))
+        if waits:
+            self._looked_at = self.step
+        return arrived
 
     async def optim_step(self, step: int, learning_rate: float, max_grad_norm: float) -> dict[str, float]:
         """Makes optimizer step number `step`; see OptimStep.
@@ -203,6 +226,8 @@ class Run:
         )
         self._unsent = record, list(self._alignment.values())
         self.batch, self.records, self._metrics, self._alignment = {}, [], {}, {}
+        now = self.clock.monotonic()
+        self._step_s, self._stepped_at = now - self._stepped_at if self._stepped_at else 0.0, now
         return {**probed, "grad_norm": norm, "seconds": self.clock.monotonic() - began}
 
     async def _send_records(self, metrics: Mapping[str, float] | None = None) -> None:

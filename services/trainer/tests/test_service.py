@@ -318,3 +318,21 @@ async def test_a_large_group_is_waited_for_while_the_store_is_away(cluster: Clus
         assert not waiting.done()
         cluster.store.away = False
         assert [g.record.sequence for g in await asyncio.wait_for(waiting, 10)] == [0, 1]
+
+
+async def test_mismatch_at_lag_0_is_waited_for_when_none_was_seen_for_four_steps(cluster: Cluster) -> None:
+    async with cluster.trainer() as trainer, trainer.open(max_lag=1) as loop:
+        for step in range(1, 6):
+            oldest = max(0, step - 2)  # of the first step lag 0, of the others lag 1
+            await cluster.feed(*(scored_group(2 * (step - 1) + i, version=(1, oldest)) for i in range(2)))
+            if step == 4:
+                await asyncio.sleep(1.0)  # what the wait in the next step may take
+            if step < 5:
+                await loop.step(step)
+        samples = [s for group in await loop.next() for s in group.samples]
+        await loop.gradient({s.sample_id: 2 * s.reward - 1 for s in samples})
+        waiting = asyncio.create_task(loop.optim(5))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        await cluster.feed(scored_group(10, version=(1, 4)))
+        assert "k3/lag0" in await waiting

@@ -38,7 +38,7 @@ def test_a_good_recipe_loads_and_is_named_after_its_directory(tmp_path: Path) ->
         (GOOD.replace("def prompts", "def tasks"), "has no `prompts`"),
         (GOOD.replace("settings =", "config ="), "has no `settings = Settings"),
         (GOOD.replace("steps=3", "steps=0"), "steps: Input should be greater than or equal to 1"),
-        (GOOD.replace("steps=3", "step=3"), "step: Extra inputs are not permitted"),
+        (GOOD.replace("steps=3", "step=3"), "step: no such setting; did you mean steps?"),
         (GOOD + "reward = 3\n", "`reward` is a int, expected a function"),
         (GOOD + "loop = 3\n", "`loop` is a int"),
         (GOOD + "rewards = ['x']\n", "`rewards` must hold"),
