@@ -6,10 +6,12 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from slipstream_rollout.settings import RolloutSettings
 from slipstream_rollout.tokens import Tokens
 
 from slipstream import topics
 from slipstream.delta.tensors import Weights
+from slipstream.settings import load
 from slipstream.v1.common_pb2 import Version
 from slipstream.v1.rollout_pb2 import ChatMessage, ChatPrompt, PromptGroup, RolloutGroup
 from slipstream.v1.rollout_service_pb2 import DrainRequest, GenerateRequest, GetReplicaStatusRequest
@@ -166,6 +168,14 @@ async def test_a_run_whose_weights_are_damaged_is_voided_and_does_not_hold_up_an
     rollouts = await replica.rollouts(2)
     assert "run bad has no usable version" in rollouts["bad/0"].void_reason
     assert check_tiled(rollouts["good/0"]) == [[0]] * 3
+
+
+def test_replicas_on_different_machines_have_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    for machine in ("3F2a9c", "gpu-7"):
+        monkeypatch.setattr("socket.gethostname", lambda name=machine: name)
+        names.append(load(RolloutSettings, {"SLIPSTREAM_ROLLOUT_MODEL": "m"}).replica_id)
+    assert names == ["3f2a9c", "gpu-7"]
 
 
 async def test_runs_take_turns_and_each_is_sampled_by_its_own_weights(

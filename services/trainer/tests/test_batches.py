@@ -1,5 +1,6 @@
 """What is trained on, what is dropped and why, and where reading goes on."""
 
+import asyncio
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from slipstream.blobs.memory import MemoryStore
 from slipstream.bus.events import ensure_topics, publish
 from slipstream.bus.memory import MemoryBus
 from slipstream.clock import SystemClock
+from slipstream.errors import RetryableError
 from slipstream.pacing import Origin, Window
 from slipstream.settings import CommonSettings, load
 from slipstream.topics import SAMPLES, dead_letter_name
@@ -45,6 +47,23 @@ async def test_groups_come_oldest_first_and_once_however_often_they_are_delivere
     await publish(box.bus, SPACE, SAMPLES, scored_group(1))
     await box.read(0.01)
     assert drain(box) == []
+
+
+async def test_reading_ends_in_time_while_the_store_is_away_and_goes_on_from_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def away(*_: object, **__: object) -> None:
+        raise RetryableError("the store does not answer")
+
+    box = await inbox()
+    await publish(box.bus, SPACE, SAMPLES, scored_group(0))
+    with monkeypatch.context() as patch:
+        patch.setattr("slipstream_trainer.batches.parse", away)
+        for _ in range(2):
+            await asyncio.wait_for(box.read(0.05), 1)
+    assert drain(box) == []
+    await box.read(0.01)
+    assert drain(box) == [(0, GROUP_OUTCOME_TRAINED, "")]
 
 
 async def test_groups_of_other_runs_are_passed_over() -> None:
