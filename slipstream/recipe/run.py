@@ -175,7 +175,7 @@ class Run:
         most = max_outstanding(self.settings.max_lag, self.settings.groups_per_step)
         if self._in_batch + wanted > most:
             raise ConfigError(
-                f"{self._in_batch + wanted} groups are asked for before one publish; with groups_per_step "
+                f"{self._in_batch + wanted} groups are asked for before one step; with groups_per_step "
                 f"{self.settings.groups_per_step} and max_lag {self.settings.max_lag} at most {most} are "
                 "out at once: raise groups_per_step"
             )

@@ -138,9 +138,8 @@ class Inbox:
                 await self._take_in(self._unread[0])
             except RetryableError as error:
                 self.outage.down(str(error))
-                await self.clock.sleep(
-                    timeout_s
-                )  # the loop is answered in time: it goes on waiting by itself
+                # No longer: the loop is answered in time, and asks again.
+                await self.clock.sleep(timeout_s)
                 return
             self.outage.up()
             self._unread.popleft()
