@@ -1,5 +1,6 @@
 from slipstream.v1 import common_pb2 as _common_pb2
 from slipstream.v1 import train_pb2 as _train_pb2
+from slipstream.v1 import weights_pb2 as _weights_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -9,20 +10,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RunConfig(_message.Message):
-    __slots__ = ("max_lag", "groups_per_step", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay")
+    __slots__ = ("max_lag", "groups_per_step", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "kv_cache")
     MAX_LAG_FIELD_NUMBER: _ClassVar[int]
     GROUPS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
     ADAM_BETA1_FIELD_NUMBER: _ClassVar[int]
     ADAM_BETA2_FIELD_NUMBER: _ClassVar[int]
     ADAM_EPS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     max_lag: int
     groups_per_step: int
     adam_beta1: float
     adam_beta2: float
     adam_eps: float
     weight_decay: float
-    def __init__(self, max_lag: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., adam_beta1: _Optional[float] = ..., adam_beta2: _Optional[float] = ..., adam_eps: _Optional[float] = ..., weight_decay: _Optional[float] = ...) -> None: ...
+    kv_cache: _weights_pb2.KvCachePolicy
+    def __init__(self, max_lag: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., adam_beta1: _Optional[float] = ..., adam_beta2: _Optional[float] = ..., adam_eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., kv_cache: _Optional[_Union[_weights_pb2.KvCachePolicy, str]] = ...) -> None: ...
 
 class OpenRunRequest(_message.Message):
     __slots__ = ("run_id", "config", "client")

@@ -25,27 +25,31 @@ _sym_db = _symbol_database.Default()
 from slipstream.v1 import common_pb2 as slipstream_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/weights.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"u\n\x0bTensorEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\r\n\x05\x63odec\x18\x04 \x01(\t\x12\x15\n\rdigest_before\x18\x05 \x01(\t\x12\x14\n\x0c\x64igest_after\x18\x06 \x01(\t\"Z\n\x05Shard\x12$\n\x04\x62lob\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.BlobRef\x12+\n\x07tensors\x18\x02 \x03(\x0b\x32\x1a.slipstream.v1.TensorEntry\"\xfc\x01\n\x08Manifest\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\x05\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\'\n\x07version\x18\x03 \x01(\x0b\x32\x16.slipstream.v1.Version\x12(\n\x04kind\x18\x04 \x01(\x0e\x32\x1a.slipstream.v1.VersionKind\x12&\n\x06parent\x18\x05 \x01(\x0b\x32\x16.slipstream.v1.Version\x12$\n\x06shards\x18\x06 \x03(\x0b\x32\x14.slipstream.v1.Shard\x12\x17\n\x0f\x66ull_size_bytes\x18\x07 \x01(\x03\x12\x16\n\x0e\x63reated_unix_s\x18\x08 \x01(\x01\"\x9f\x01\n\x10VersionAnnounced\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\'\n\x07version\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.Version\x12\x14\n\x0cmanifest_key\x18\x03 \x01(\t\x12(\n\x04kind\x18\x04 \x01(\x0e\x32\x1a.slipstream.v1.VersionKind\x12\x12\n\nsize_bytes\x18\x05 \x01(\x03\"\xae\x01\n\nSwapReport\x12\'\n\x07version\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Version\x12\x15\n\rfetched_bytes\x18\x02 \x01(\x03\x12\x0f\n\x07\x66\x65tch_s\x18\x03 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x04 \x01(\x01\x12\x0f\n\x07stage_s\x18\x05 \x01(\x01\x12\x10\n\x08pause_ms\x18\x06 \x01(\x01\x12\x1a\n\x12requests_in_flight\x18\x07 \x01(\x05\"\xd1\x02\n\rReplicaStatus\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\'\n\x07version\x18\x03 \x01(\x0b\x32\x16.slipstream.v1.Version\x12*\n\x05state\x18\x04 \x01(\x0e\x32\x1b.slipstream.v1.ReplicaState\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x16\n\x0egroups_running\x18\x06 \x01(\x05\x12\x13\n\x0bgroups_done\x18\x07 \x01(\x03\x12\x18\n\x10tokens_generated\x18\x08 \x01(\x03\x12\x15\n\rrequests_lost\x18\t \x01(\x03\x12\x0e\n\x06\x62usy_s\x18\n \x01(\x01\x12\x10\n\x08uptime_s\x18\x0b \x01(\x01\x12\'\n\x04swap\x18\x0c \x01(\x0b\x32\x19.slipstream.v1.SwapReport\x12\x0e\n\x06\x65ngine\x18\r \x01(\t*\\\n\x0bVersionKind\x12\x1c\n\x18VERSION_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13VERSION_KIND_ANCHOR\x10\x01\x12\x16\n\x12VERSION_KIND_DELTA\x10\x02*\x9a\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x01\x12\x19\n\x15REPLICA_STATE_SERVING\x10\x02\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x03\x12\x18\n\x14REPLICA_STATE_FAILED\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/weights.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"u\n\x0bTensorEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\r\n\x05\x63odec\x18\x04 \x01(\t\x12\x15\n\rdigest_before\x18\x05 \x01(\t\x12\x14\n\x0c\x64igest_after\x18\x06 \x01(\t\"Z\n\x05Shard\x12$\n\x04\x62lob\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.BlobRef\x12+\n\x07tensors\x18\x02 \x03(\x0b\x32\x1a.slipstream.v1.TensorEntry\"-\n\x06\x43\x61nary\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"\xd5\x02\n\x08Manifest\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\x05\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\'\n\x07version\x18\x03 \x01(\x0b\x32\x16.slipstream.v1.Version\x12(\n\x04kind\x18\x04 \x01(\x0e\x32\x1a.slipstream.v1.VersionKind\x12&\n\x06parent\x18\x05 \x01(\x0b\x32\x16.slipstream.v1.Version\x12$\n\x06shards\x18\x06 \x03(\x0b\x32\x14.slipstream.v1.Shard\x12\x17\n\x0f\x66ull_size_bytes\x18\x07 \x01(\x03\x12\x16\n\x0e\x63reated_unix_s\x18\x08 \x01(\x01\x12\'\n\x08\x63\x61naries\x18\t \x03(\x0b\x32\x15.slipstream.v1.Canary\x12.\n\x08kv_cache\x18\n \x01(\x0e\x32\x1c.slipstream.v1.KvCachePolicy\"\x9f\x01\n\x10VersionAnnounced\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\'\n\x07version\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.Version\x12\x14\n\x0cmanifest_key\x18\x03 \x01(\t\x12(\n\x04kind\x18\x04 \x01(\x0e\x32\x1a.slipstream.v1.VersionKind\x12\x12\n\nsize_bytes\x18\x05 \x01(\x03\"\xfc\x01\n\nSwapReport\x12\'\n\x07version\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Version\x12\x15\n\rfetched_bytes\x18\x02 \x01(\x03\x12\x0f\n\x07\x66\x65tch_s\x18\x03 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x04 \x01(\x01\x12\x0f\n\x07stage_s\x18\x05 \x01(\x01\x12\x10\n\x08pause_ms\x18\x06 \x01(\x01\x12\x1a\n\x12requests_in_flight\x18\x07 \x01(\x05\x12\x12\n\nmanifest_s\x18\x08 \x01(\x01\x12\x10\n\x08verify_s\x18\t \x01(\x01\x12\x17\n\ncanary_gap\x18\n \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_canary_gap\"\xd1\x02\n\rReplicaStatus\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\'\n\x07version\x18\x03 \x01(\x0b\x32\x16.slipstream.v1.Version\x12*\n\x05state\x18\x04 \x01(\x0e\x32\x1b.slipstream.v1.ReplicaState\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x16\n\x0egroups_running\x18\x06 \x01(\x05\x12\x13\n\x0bgroups_done\x18\x07 \x01(\x03\x12\x18\n\x10tokens_generated\x18\x08 \x01(\x03\x12\x15\n\rrequests_lost\x18\t \x01(\x03\x12\x0e\n\x06\x62usy_s\x18\n \x01(\x01\x12\x10\n\x08uptime_s\x18\x0b \x01(\x01\x12\'\n\x04swap\x18\x0c \x01(\x0b\x32\x19.slipstream.v1.SwapReport\x12\x0e\n\x06\x65ngine\x18\r \x01(\t*\\\n\x0bVersionKind\x12\x1c\n\x18VERSION_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13VERSION_KIND_ANCHOR\x10\x01\x12\x16\n\x12VERSION_KIND_DELTA\x10\x02*i\n\rKvCachePolicy\x12\x1f\n\x1bKV_CACHE_POLICY_UNSPECIFIED\x10\x00\x12\x18\n\x14KV_CACHE_POLICY_KEEP\x10\x01\x12\x1d\n\x19KV_CACHE_POLICY_RECOMPUTE\x10\x02*\xb4\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x01\x12\x19\n\x15REPLICA_STATE_SERVING\x10\x02\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x03\x12\x18\n\x14REPLICA_STATE_FAILED\x10\x04\x12\x18\n\x14REPLICA_STATE_FENCED\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slipstream.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERSIONKIND']._serialized_start=1219
-  _globals['_VERSIONKIND']._serialized_end=1311
-  _globals['_REPLICASTATE']._serialized_start=1314
-  _globals['_REPLICASTATE']._serialized_end=1468
+  _globals['_VERSIONKIND']._serialized_start=1433
+  _globals['_VERSIONKIND']._serialized_end=1525
+  _globals['_KVCACHEPOLICY']._serialized_start=1527
+  _globals['_KVCACHEPOLICY']._serialized_end=1632
+  _globals['_REPLICASTATE']._serialized_start=1635
+  _globals['_REPLICASTATE']._serialized_end=1815
   _globals['_TENSORENTRY']._serialized_start=74
   _globals['_TENSORENTRY']._serialized_end=191
   _globals['_SHARD']._serialized_start=193
   _globals['_SHARD']._serialized_end=283
-  _globals['_MANIFEST']._serialized_start=286
-  _globals['_MANIFEST']._serialized_end=538
-  _globals['_VERSIONANNOUNCED']._serialized_start=541
-  _globals['_VERSIONANNOUNCED']._serialized_end=700
-  _globals['_SWAPREPORT']._serialized_start=703
-  _globals['_SWAPREPORT']._serialized_end=877
-  _globals['_REPLICASTATUS']._serialized_start=880
-  _globals['_REPLICASTATUS']._serialized_end=1217
+  _globals['_CANARY']._serialized_start=285
+  _globals['_CANARY']._serialized_end=330
+  _globals['_MANIFEST']._serialized_start=333
+  _globals['_MANIFEST']._serialized_end=674
+  _globals['_VERSIONANNOUNCED']._serialized_start=677
+  _globals['_VERSIONANNOUNCED']._serialized_end=836
+  _globals['_SWAPREPORT']._serialized_start=839
+  _globals['_SWAPREPORT']._serialized_end=1091
+  _globals['_REPLICASTATUS']._serialized_start=1094
+  _globals['_REPLICASTATUS']._serialized_end=1431
 # @@protoc_insertion_point(module_scope)

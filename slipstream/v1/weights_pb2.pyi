@@ -14,6 +14,12 @@ class VersionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     VERSION_KIND_ANCHOR: _ClassVar[VersionKind]
     VERSION_KIND_DELTA: _ClassVar[VersionKind]
 
+class KvCachePolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_CACHE_POLICY_UNSPECIFIED: _ClassVar[KvCachePolicy]
+    KV_CACHE_POLICY_KEEP: _ClassVar[KvCachePolicy]
+    KV_CACHE_POLICY_RECOMPUTE: _ClassVar[KvCachePolicy]
+
 class ReplicaState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     REPLICA_STATE_UNSPECIFIED: _ClassVar[ReplicaState]
@@ -21,14 +27,19 @@ class ReplicaState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REPLICA_STATE_SERVING: _ClassVar[ReplicaState]
     REPLICA_STATE_DRAINING: _ClassVar[ReplicaState]
     REPLICA_STATE_FAILED: _ClassVar[ReplicaState]
+    REPLICA_STATE_FENCED: _ClassVar[ReplicaState]
 VERSION_KIND_UNSPECIFIED: VersionKind
 VERSION_KIND_ANCHOR: VersionKind
 VERSION_KIND_DELTA: VersionKind
+KV_CACHE_POLICY_UNSPECIFIED: KvCachePolicy
+KV_CACHE_POLICY_KEEP: KvCachePolicy
+KV_CACHE_POLICY_RECOMPUTE: KvCachePolicy
 REPLICA_STATE_UNSPECIFIED: ReplicaState
 REPLICA_STATE_STARTING: ReplicaState
 REPLICA_STATE_SERVING: ReplicaState
 REPLICA_STATE_DRAINING: ReplicaState
 REPLICA_STATE_FAILED: ReplicaState
+REPLICA_STATE_FENCED: ReplicaState
 
 class TensorEntry(_message.Message):
     __slots__ = ("name", "dtype", "shape", "codec", "digest_before", "digest_after")
@@ -54,8 +65,16 @@ class Shard(_message.Message):
     tensors: _containers.RepeatedCompositeFieldContainer[TensorEntry]
     def __init__(self, blob: _Optional[_Union[_common_pb2.BlobRef, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ...) -> None: ...
 
+class Canary(_message.Message):
+    __slots__ = ("token_ids", "logprobs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class Manifest(_message.Message):
-    __slots__ = ("format", "run_id", "version", "kind", "parent", "shards", "full_size_bytes", "created_unix_s")
+    __slots__ = ("format", "run_id", "version", "kind", "parent", "shards", "full_size_bytes", "created_unix_s", "canaries", "kv_cache")
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +83,8 @@ class Manifest(_message.Message):
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     FULL_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    CANARIES_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     format: int
     run_id: str
     version: _common_pb2.Version
@@ -72,7 +93,9 @@ class Manifest(_message.Message):
     shards: _containers.RepeatedCompositeFieldContainer[Shard]
     full_size_bytes: int
     created_unix_s: float
-    def __init__(self, format: _Optional[int] = ..., run_id: _Optional[str] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., kind: _Optional[_Union[VersionKind, str]] = ..., parent: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., full_size_bytes: _Optional[int] = ..., created_unix_s: _Optional[float] = ...) -> None: ...
+    canaries: _containers.RepeatedCompositeFieldContainer[Canary]
+    kv_cache: KvCachePolicy
+    def __init__(self, format: _Optional[int] = ..., run_id: _Optional[str] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., kind: _Optional[_Union[VersionKind, str]] = ..., parent: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., full_size_bytes: _Optional[int] = ..., created_unix_s: _Optional[float] = ..., canaries: _Optional[_Iterable[_Union[Canary, _Mapping]]] = ..., kv_cache: _Optional[_Union[KvCachePolicy, str]] = ...) -> None: ...
 
 class VersionAnnounced(_message.Message):
     __slots__ = ("run_id", "version", "manifest_key", "kind", "size_bytes")
@@ -89,7 +112,7 @@ class VersionAnnounced(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., manifest_key: _Optional[str] = ..., kind: _Optional[_Union[VersionKind, str]] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class SwapReport(_message.Message):
-    __slots__ = ("version", "fetched_bytes", "fetch_s", "decode_s", "stage_s", "pause_ms", "requests_in_flight")
+    __slots__ = ("version", "fetched_bytes", "fetch_s", "decode_s", "stage_s", "pause_ms", "requests_in_flight", "manifest_s", "verify_s", "canary_gap")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FETCH_S_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +120,9 @@ class SwapReport(_message.Message):
     STAGE_S_FIELD_NUMBER: _ClassVar[int]
     PAUSE_MS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_S_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_S_FIELD_NUMBER: _ClassVar[int]
+    CANARY_GAP_FIELD_NUMBER: _ClassVar[int]
     version: _common_pb2.Version
     fetched_bytes: int
     fetch_s: float
@@ -104,7 +130,10 @@ class SwapReport(_message.Message):
     stage_s: float
     pause_ms: float
     requests_in_flight: int
-    def __init__(self, version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., fetched_bytes: _Optional[int] = ..., fetch_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., stage_s: _Optional[float] = ..., pause_ms: _Optional[float] = ..., requests_in_flight: _Optional[int] = ...) -> None: ...
+    manifest_s: float
+    verify_s: float
+    canary_gap: float
+    def __init__(self, version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., fetched_bytes: _Optional[int] = ..., fetch_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., stage_s: _Optional[float] = ..., pause_ms: _Optional[float] = ..., requests_in_flight: _Optional[int] = ..., manifest_s: _Optional[float] = ..., verify_s: _Optional[float] = ..., canary_gap: _Optional[float] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
     __slots__ = ("replica_id", "run_id", "version", "state", "detail", "groups_running", "groups_done", "tokens_generated", "requests_lost", "busy_s", "uptime_s", "swap", "engine")
