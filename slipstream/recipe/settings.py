@@ -1,11 +1,12 @@
 """Settings of a run, written in the recipe."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from slipstream.v1.rollout_pb2 import SamplingParams
 from slipstream.v1.trainer_service_pb2 import RunConfig
+from slipstream.v1.weights_pb2 import KV_CACHE_POLICY_KEEP, KV_CACHE_POLICY_RECOMPUTE
 
 
 class Loss(BaseModel):
@@ -59,6 +60,10 @@ class Settings(BaseModel):
     loss: Loss = Loss()
     scale_by_std: bool = True
     """Divide advantages by the group's std (GRPO); False: take off the mean alone (Dr. GRPO)."""
+    kv_cache: Literal["keep", "recompute"] = "keep"
+    """What replicas are asked to do, when new weights come, with the KV cache of completions in flight.
+    `keep` costs nothing and leaves a trace of the older weights in it; `recompute` makes it anew.
+    Every version's manifest says it."""
     save_every: int = Field(10, ge=0)
     """Steps between checkpoints; the last step is always saved. 0: the last alone."""
     reward_timeout_s: float = Field(30.0, gt=0)
@@ -75,6 +80,7 @@ class Settings(BaseModel):
             adam_beta2=self.adam_betas[1],
             adam_eps=self.adam_eps,
             weight_decay=self.weight_decay,
+            kv_cache=KV_CACHE_POLICY_RECOMPUTE if self.kv_cache == "recompute" else KV_CACHE_POLICY_KEEP,
         )
 
     def sampling_params(self) -> SamplingParams:

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +14,11 @@ from slipstream.delta.tensors import Weights, safetensors_bytes, size_bytes
 from slipstream.errors import ConfigError, IntegrityError
 from slipstream.v1.common_pb2 import Version
 from slipstream.v1.weights_pb2 import (
+    KV_CACHE_POLICY_KEEP,
     VERSION_KIND_ANCHOR,
     VERSION_KIND_DELTA,
+    Canary,
+    KvCachePolicy,
     Manifest,
     Shard,
     TensorEntry,
@@ -58,14 +61,16 @@ class Publisher:
         *,
         num_shards: int = 1,
         codec: str = "xor-zstd",
+        kv_cache: KvCachePolicy = KV_CACHE_POLICY_KEEP,
         clock: Clock | None = None,
     ) -> None:
         """
         Args:
             commit: creates the manifest; raises ConflictError or FencedError when it must not exist.
+            kv_cache: what replicas do with the KV cache at a swap; every manifest says it.
         """
         self._blobs, self._commit, self._run_id = blobs, commit, run_id
-        self._num_shards, self._codec = num_shards, codec
+        self._num_shards, self._codec, self._kv_cache = num_shards, codec, kv_cache
         self._clock = clock or SystemClock()
         self.reference: Weights | None = None
         self.version: Version | None = None
@@ -74,12 +79,23 @@ class Publisher:
         self._attempt: Manifest | None = None
         """Manifest whose commit was tried last and did not succeed."""
 
-    async def publish_anchor(self, version: Version, weights: Weights) -> Published:
-        """Publishes a full snapshot."""
-        return await self._publish(version, weights, None)
+    async def publish_anchor(
+        self, version: Version, weights: Weights, canaries: Sequence[Canary] = ()
+    ) -> Published:
+        """Publishes a full snapshot.
 
-    async def publish_delta(self, version: Version, weights: Weights) -> Published:
+        Args:
+            canaries: what the trainer makes of fixed texts at this version; none means no gate.
+        """
+        return await self._publish(version, weights, None, canaries)
+
+    async def publish_delta(
+        self, version: Version, weights: Weights, canaries: Sequence[Canary] = ()
+    ) -> Published:
         """Publishes the difference to the reference.
+
+        Args:
+            canaries: see `publish_anchor`.
 
         Raises:
             ConfigError: nothing was published before, the version is not newer, or tensors differ in name,
@@ -95,9 +111,11 @@ class Publisher:
                 f"version {version_str(version)} is not newer than the published {version_str(self.version)}"
             )
         check_same_tensors(self.reference, weights)
-        return await self._publish(version, weights, self.reference)
+        return await self._publish(version, weights, self.reference, canaries)
 
-    async def _publish(self, version: Version, weights: Weights, old: Weights | None) -> Published:
+    async def _publish(
+        self, version: Version, weights: Weights, old: Weights | None, canaries: Sequence[Canary]
+    ) -> Published:
         began = self._clock.monotonic()
         encoded = await asyncio.to_thread(self._encode, weights, old)
         changed = await asyncio.to_thread(changed_share, old, weights) if old is not None else 1.0
@@ -108,7 +126,7 @@ class Publisher:
         upload_s = self._clock.monotonic() - began
 
         shards = [Shard(blob=ref, tensors=e) for ref, (_, _, e) in zip(refs, encoded, strict=True)]
-        manifest = self._manifest(version, shards, weights, old)
+        manifest = self._manifest(version, shards, weights, old, canaries)
         self._attempt = manifest
         began = self._clock.monotonic()
         await self._commit(manifest)
@@ -119,7 +137,12 @@ class Publisher:
         return Published(manifest, size, size_bytes(weights), changed, encode_s, upload_s, commit_s)
 
     def _manifest(
-        self, version: Version, shards: list[Shard], weights: Weights, old: Weights | None
+        self,
+        version: Version,
+        shards: list[Shard],
+        weights: Weights,
+        old: Weights | None,
+        canaries: Sequence[Canary],
     ) -> Manifest:
         manifest = Manifest(
             format=FORMAT,
@@ -130,6 +153,8 @@ class Publisher:
             shards=shards,
             full_size_bytes=size_bytes(weights),
             created_unix_s=self._clock.unix(),
+            canaries=canaries,
+            kv_cache=self._kv_cache,
         )
         if self._attempt is not None:
             again = Manifest()

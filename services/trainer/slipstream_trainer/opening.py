@@ -117,6 +117,8 @@ async def open_run(
     offsets = state.offsets if state else {} if epoch > 1 else None
     consumer = await open_consumer(bus, namespace, offsets)
     kept: Window[Arrived] = Window(window, state.head, set(state.consumed)) if state else Window(window)
+    shards, kv_cache = settings.delta_shards, config.kv_cache
+    publisher = Publisher(blobs, weightsync.commit, run_id, num_shards=shards, kv_cache=kv_cache, clock=clock)
     run = Run(
         run_id=run_id,
         policy=policy,
@@ -126,7 +128,7 @@ async def open_run(
         namespace=namespace,
         clock=clock,
         inbox=Inbox(consumer, bus, blobs, namespace, run_id, config.max_lag, policy.vocab_size, kept, clock),
-        publisher=Publisher(blobs, weightsync.commit, run_id, num_shards=settings.delta_shards, clock=clock),
+        publisher=publisher,
         lineage=[*(state.lineage if state else []), Origin(epoch, step)],
         step=step,
         micro_batch_tokens=settings.micro_batch_tokens or (512 if policy.device.type == "cpu" else 8192),

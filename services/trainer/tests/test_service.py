@@ -10,12 +10,15 @@ from slipstream_trainer.checkpoint import Checkpoint, load_newest
 from slipstream_trainer.lease import Lease
 
 from slipstream.errors import ConflictError, FencedError, SlipstreamError
+from slipstream.recipe import Settings
 from slipstream.rpc import make_channel
 from slipstream.topics import ALIGNMENT, STEPS, VERSIONS
 from slipstream.v1 import trainer_service_pb2 as pb
 from slipstream.v1.train_pb2 import GROUP_OUTCOME_DROPPED, GROUP_OUTCOME_TRAINED, GROUP_OUTCOME_VOID
 from slipstream.v1.weight_sync_service_pb2 import OpenEpochRequest
 from slipstream.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
+from slipstream.v1.weights_pb2 import KV_CACHE_POLICY_RECOMPUTE
+from slipstream.weights.manifest import parse_manifest
 from tests.support.trainer import RUN, Cluster, Loop, scored_group
 
 
@@ -50,6 +53,19 @@ async def test_a_step_trains_publishes_and_leaves_an_audit_trail(cluster: Cluste
     assert [a.group_id for a in cluster.read(ALIGNMENT)] == [f"{RUN}/0", f"{RUN}/1"]
     assert all(a.by_lag[0].lag == 0 and a.replica_id == "r0" for a in cluster.read(ALIGNMENT))
     assert [v.version.number for v in cluster.read(VERSIONS)] == [0, 1]
+
+
+async def test_a_runs_cache_policy_is_in_each_of_its_manifests(cluster: Cluster) -> None:
+    settings = Settings(kv_cache="recompute")
+    async with (
+        cluster.trainer() as trainer,
+        trainer.open(kv_cache=settings.run_config().kv_cache) as loop,
+    ):
+        await cluster.feed(scored_group(0), scored_group(1))
+        await loop.step(1)
+    keys = [announced.manifest_key for announced in cluster.read(VERSIONS)]
+    manifests = [parse_manifest(await cluster.store.get(key), key) for key in keys]
+    assert [m.kv_cache for m in manifests] == [KV_CACHE_POLICY_RECOMPUTE] * 2
 
 
 async def test_void_stale_and_repeated_groups_are_accounted_for_once(cluster: Cluster) -> None:

@@ -19,7 +19,7 @@ from slipstream.errors import (
     WrongBaseError,
 )
 from slipstream.v1.common_pb2 import Version
-from slipstream.v1.weights_pb2 import VERSION_KIND_ANCHOR, Manifest
+from slipstream.v1.weights_pb2 import KV_CACHE_POLICY_RECOMPUTE, VERSION_KIND_ANCHOR, Canary, Manifest
 from slipstream.weights import Publisher, Puller
 from slipstream.weights.manifest import order
 from slipstream.weights.plan import plan
@@ -422,6 +422,15 @@ async def test_what_is_published_is_measured(models: list[Weights]) -> None:
 
 async def _accept(manifest: Manifest) -> None:
     pass
+
+
+async def test_canaries_and_the_cache_policy_are_in_the_manifest(models: list[Weights]) -> None:
+    publisher = Publisher(Store(), _accept, "run", kv_cache=KV_CACHE_POLICY_RECOMPUTE)
+    canary = Canary(token_ids=[1, 2], logprobs=[-0.5])
+    anchor = await publisher.publish_anchor(v(0), models[0], [canary])
+    delta = await publisher.publish_delta(v(1), models[1])
+    assert (list(anchor.manifest.canaries), list(delta.manifest.canaries)) == ([canary], [])
+    assert {p.manifest.kv_cache for p in (anchor, delta)} == {KV_CACHE_POLICY_RECOMPUTE}
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 100])
