@@ -27,6 +27,7 @@ from slipstream_rollout.engine import (
     check_request,
     end_tokens,
 )
+from slipstream_rollout.layouts import compute_type, narrowed
 
 T = TypeVar("T")
 
@@ -65,8 +66,12 @@ class TorchEngine:
 
     name = "torch"
 
-    def __init__(self, directory: Path, *, max_model_len: int) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, *, max_model_len: int, compute: str = "auto") -> None:
+        """
+        Args:
+            compute: type to compute in, as the trainer does: `bfloat16`, `float32`, or `auto`.
+        """
+        self._directory, self._compute = directory, compute_type(compute, on_cpu=True)
         self._max_len = max_model_len
         self._thread = ThreadPoolExecutor(1, "torch-engine")
         self._lock = threading.Lock()
@@ -97,7 +102,9 @@ class TorchEngine:
         return await asyncio.wrap_future(done)
 
     async def read_back(self) -> dict[str, RawTensor]:
-        return await asyncio.to_thread(lambda: {n: to_raw(t) for n, t in self._parameters.items()})
+        return await asyncio.to_thread(
+            lambda: {n: to_raw(narrowed(t, self._stored[n])) for n, t in self._parameters.items()}
+        )
 
     async def close(self) -> None:
         self._closing = True
@@ -120,6 +127,9 @@ class TorchEngine:
         self._end = end_tokens(self._directory)
         # With duplicates: of two tied tensors a checkpoint may name either.
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._stored = {name: parameter.dtype for name, parameter in self._parameters.items()}
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(self._compute)
 
     def _stage(self, weights: Weights, changed: Collection[str]) -> float:
         begun = time.perf_counter()
@@ -128,12 +138,12 @@ class TorchEngine:
             tensor, parameter = to_torch(weights[name]), self._parameters.get(name)
             if parameter is None:
                 raise ConfigError(f"the model has no tensor {name}; is this a version of another model?")
-            if tensor.shape != parameter.shape or tensor.dtype != parameter.dtype:
+            if tensor.shape != parameter.shape or tensor.dtype != self._stored[name]:
                 raise ConfigError(
-                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, the model's is {parameter.dtype} "
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, the model's is {self._stored[name]} "
                     f"{tuple(parameter.shape)}"
                 )
-            staged[name] = tensor
+            staged[name] = tensor.to(self._compute)
         self._staged = staged
         return time.perf_counter() - begun
 

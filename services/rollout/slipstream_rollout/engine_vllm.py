@@ -58,7 +58,7 @@ from slipstream_rollout.engine import (
     check_request,
     end_tokens,
 )
-from slipstream_rollout.layouts import published, split, unpacked
+from slipstream_rollout.layouts import compute_type, narrowed, split, unpacked
 from slipstream_rollout.settings import RolloutSettings
 
 _log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class VllmEngine:
         arguments = AsyncEngineArgs(
             model=str(self._directory),
             skip_tokenizer_init=True,
-            dtype=_compute_type(settings.compute, on_cpu),
+            dtype=compute_type(settings.compute, on_cpu=on_cpu),
             max_model_len=settings.max_model_len,
             max_num_seqs=256,
             enforce_eager=on_cpu,
@@ -192,12 +192,6 @@ class VllmEngine:
             self._llm = None
         for file in ("staged.safetensors", "read-back.safetensors"):
             (self._work_dir / file).unlink(missing_ok=True)
-
-
-def _compute_type(name: str, on_cpu: bool) -> Any:
-    if name == "auto":
-        name = "float32" if on_cpu and not torch.cpu._is_avx512_bf16_supported() else "bfloat16"
-    return name
 
 
 def _sampled(output: Any) -> Sampled:
@@ -330,7 +324,7 @@ class WeightWorker:
                     if key == "weight" and hasattr(module, "cpu_linear"):
                         tensor = unpacked(module, tensor)
                     found |= split(f"{name}.{key}", tensor, fused, shapes)
-        save_file({name: published(t) for name, t in found.items()}, path)
+        save_file({name: narrowed(t) for name, t in found.items()}, path)
 
 
 def _end_with(service: int) -> None:

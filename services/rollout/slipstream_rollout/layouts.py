@@ -1,13 +1,21 @@
-"""From the layouts that an engine computes with back to the checkpoint's."""
+"""The type that an engine computes in, and from its layouts back to the checkpoint's."""
 
 from typing import Any
 
 import torch
 
 
-def published(tensor: torch.Tensor) -> torch.Tensor:
-    """In bf16, as it was published, when it is computed with in float32 and holds nothing finer."""
-    narrow = tensor.cpu().bfloat16()
+def compute_type(name: str, *, on_cpu: bool) -> torch.dtype:
+    """`bfloat16` or `float32`; `auto` is float32 on a CPU without bf16 instructions, as in the trainer."""
+    if name == "auto":
+        name = "float32" if on_cpu and not torch.cpu._is_avx512_bf16_supported() else "bfloat16"
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def narrowed(tensor: torch.Tensor, stored: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """In the type that it was published in, when it is computed with in a wider one and holds nothing
+    finer."""
+    narrow = tensor.cpu().to(stored)
     exact = torch.equal(narrow.to(tensor.dtype), tensor.cpu())
     return (narrow if exact else tensor.cpu()).contiguous().clone()
 

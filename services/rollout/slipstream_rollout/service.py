@@ -49,7 +49,7 @@ def open_engine(settings: RolloutSettings, directory: Path) -> Engine:
     if settings.engine == "torch":
         from slipstream_rollout.engine_torch import TorchEngine
 
-        return TorchEngine(directory, max_model_len=settings.max_model_len)
+        return TorchEngine(directory, max_model_len=settings.max_model_len, compute=settings.compute)
     # vLLM reads these when it is imported; what the user has set stands.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -36,7 +36,7 @@ class RolloutSettings(ServiceSettings):
     tensor_parallel: int = Field(1, ge=1)
     """GPUs that one replica spreads over."""
     compute: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type that vLLM computes in. Weights are the published bf16 ones either way; a CPU without bf16
+    """Type that the engine computes in. Weights are the published bf16 ones either way; a CPU without bf16
     instructions is several times faster in float32, which `auto` then takes, as the trainer does."""
     threads: str = "auto"
     """Cores of the vLLM engine on the CPU: `auto`, `nobind`, or a list such as `0-3`."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from slipstream_rollout.engine import Sampling
 from slipstream_rollout.engine_torch import TorchEngine
+from slipstream_rollout.layouts import narrowed
 
 from slipstream.delta.tensors import Weights
 from slipstream.errors import ConfigError
@@ -21,7 +22,7 @@ GREEDY = Sampling(max_tokens=16, temperature=0)
 
 @pytest.fixture
 async def engine(models: list[Path]) -> AsyncIterator[TorchEngine]:
-    engine = TorchEngine(models[0], max_model_len=400)
+    engine = TorchEngine(models[0], max_model_len=400, compute="float32")
     await engine.start()
     yield engine
     await engine.close()
@@ -38,7 +39,7 @@ async def test_after_each_swap_it_is_bit_for_bit_the_engine_loaded_from_that_che
         for name, tensor in weights[which].items():
             assert np.array_equal(found[name].data, tensor.data)
         assert np.array_equal(found["lm_head.weight"].data, found["model.embed_tokens.weight"].data)
-        fresh = TorchEngine(models[which], max_model_len=400)
+        fresh = TorchEngine(models[which], max_model_len=400, compute="float32")
         await fresh.start()
         ours, theirs = [
             await e.generate(PROMPT, 3, Sampling(max_tokens=16, seed=4), "x") for e in (engine, fresh)
@@ -47,18 +48,34 @@ async def test_after_each_swap_it_is_bit_for_bit_the_engine_loaded_from_that_che
         assert [(c.token_ids, c.logprobs) for c in ours] == [(c.token_ids, c.logprobs) for c in theirs]
 
 
-async def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(
-    engine: TorchEngine, models: list[Path]
+@pytest.mark.parametrize(
+    ("compute", "dtype", "tolerance"),
+    [("float32", torch.float32, 1e-5), ("bfloat16", torch.bfloat16, 0.05)],
+)
+async def test_logprobs_are_those_of_the_model_in_the_type_to_compute_in(
+    models: list[Path], weights: list[Weights], compute: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     from transformers import AutoModelForCausalLM
 
+    engine = TorchEngine(models[0], max_model_len=400, compute=compute)
+    await engine.start()
+    await engine.stage(weights[1], list(weights[1]))
+    await engine.commit("run/1-1")
     (sampled,) = await engine.generate(PROMPT, 1, Sampling(max_tokens=12, temperature=0.6, seed=2), "x")
-    model = AutoModelForCausalLM.from_pretrained(models[0], dtype="auto").eval()
+    await engine.close()
+    model = AutoModelForCausalLM.from_pretrained(models[1], dtype=dtype).eval()
     with torch.inference_mode():
         logits = model(torch.tensor([PROMPT + sampled.token_ids])).logits[0].float() / 0.6
     table = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1]
     expected = table.gather(1, torch.tensor(sampled.token_ids)[:, None])[:, 0]
-    assert torch.allclose(expected, torch.tensor(sampled.logprobs), atol=0.05)
+    assert torch.allclose(expected, torch.tensor(sampled.logprobs), atol=tolerance)
+
+
+def test_what_bf16_cannot_hold_is_read_back_as_it_is() -> None:
+    stored = torch.tensor([1.0, -0.0, 3.5], dtype=torch.bfloat16)
+    assert narrowed(stored.float()).view(torch.int16).equal(stored.view(torch.int16))
+    finer = torch.tensor([1.0, 1.0 + 2**-20])
+    assert narrowed(finer).equal(finer)
 
 
 async def test_equal_seeds_repeat_and_siblings_differ(engine: TorchEngine) -> None:
